@@ -1,0 +1,161 @@
+"""Flags, their defaults by task, and bad input turned into one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import tasks
+
+from rlhf_jax import checkpoint
+
+SMALL_MODEL = "smollm2-135m"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Flags of every experiment. What is None takes the task's own default."""
+
+    task: str = "sentiment"
+    """sentiment, addition, sort, or reasoning:NAME."""
+    model: str | None = None
+    """A Hugging Face folder or hub name; by default smollm2-135m, or the task's own small model."""
+    prompts: str | None = None
+    """A .txt or .jsonl file of prompts that replaces the task's."""
+    reward: str | None = None
+    """module:function or file.py:function that replaces the task's reward."""
+    steps: int | None = None
+    """Optimizer steps of the whole run."""
+    batch_size: int | None = None
+    """Completions a step: prompts × group_size."""
+    group_size: int | None = None
+    """Completions of one prompt."""
+    max_new_tokens: int | None = None
+    """Length cap of a completion."""
+    temperature: float | None = None
+    """Sampling temperature; the policy that is trained is the tempered one."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Sample from the nucleus of mass p; 1 is off."""
+    learning_rate: float | None = None
+    """AdamW's learning rate, constant after a short warm-up."""
+    kl_coef: float | None = None
+    """β, the weight of the KL to the reference; 0 never loads a reference."""
+    kl_place: Literal["reward", "loss"] = "reward"
+    """k1 in the reward (the gradient of KL(π‖ref)) or k3 in the loss (that of KL(ref‖π))."""
+    warmup_steps: int | None = None
+    """Supervised steps before RL, for a model from scratch."""
+    trainable_layers: int | None = None
+    """Train the last N layers only; 0 trains everything."""
+    micro_batches: int = 1
+    """Parts that the rows of a step are split into; changes memory, never the gradient."""
+    layout: str = "single"
+    """How to lay model and batch over the devices: single, dp, fsdp, tensor, fsdp_tensor."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype of the matmuls; weights and moments stay float32."""
+    seed: int = 0
+    """Decides prompts, samples and the held-out split."""
+    sample_every: int = 5
+    """Show two completions every so many steps."""
+    save_every: int = 20
+    """Checkpoint every so many steps, and at the end."""
+    run_dir: str | None = None
+    """Folder of the run; by default a new one in runs/."""
+    resume: str | None = None
+    """Folder of a run to go on with; its own flags count, but for steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled(Config):
+    """Flags with the task's defaults in the empty places."""
+
+    steps: int = 0
+    batch_size: int = 0
+    group_size: int = 0
+    max_new_tokens: int = 0
+    temperature: float = 0.0
+    learning_rate: float = 0.0
+    kl_coef: float = 0.0
+    trainable_layers: int = 0
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Different prompts in a batch."""
+        return self.batch_size // self.group_size
+
+
+def fill(config: Config, defaults: tasks.Defaults) -> Filled:
+    """Put the task's defaults where no flag was given, and check what can be checked early."""
+    group = defaults.group_size if config.group_size is None else config.group_size
+    values = dict(
+        steps=defaults.steps,
+        group_size=group,
+        batch_size=defaults.prompts_per_step * group,
+        max_new_tokens=defaults.max_new_tokens,
+        temperature=defaults.temperature,
+        learning_rate=defaults.learning_rate,
+        kl_coef=defaults.kl_coef,
+        trainable_layers=defaults.trainable_layers or 0,
+    )
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    filled = Filled(**{**values, **given})
+    _check(filled)
+    return filled
+
+
+def _check(config: Filled) -> None:
+    least = {
+        "steps": 1,
+        "group_size": 2,
+        "batch_size": 1,
+        "max_new_tokens": 1,
+        "micro_batches": 1,
+        "sample_every": 1,
+        "save_every": 1,
+        "trainable_layers": 0,
+        "kl_coef": 0,
+        "top_k": 0,
+        "seed": 0,
+    }
+    for name, bound in least.items():
+        if not getattr(config, name) >= bound:  # also refuses NaN
+            raise ValueError(f"{_flag(name)} {getattr(config, name)}: it must be at least {bound}")
+    for name in ("temperature", "learning_rate", "top_p"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{_flag(name)} {getattr(config, name)}: it must be above 0")
+    rows, group = config.batch_size, config.group_size
+    if rows % group:
+        raise ValueError(
+            f"--batch-size {rows} is not a multiple of --group-size {group}; "
+            f"try --batch-size {max(group, rows // group * group)}"
+        )
+    if rows % config.micro_batches:
+        raise ValueError(
+            f"--micro-batches {config.micro_batches} does not divide the batch of {rows} rows"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def main(run: Callable[[Any], int], config_class: type = Config) -> None:
+    """Parse the flags, run, and turn bad input into one line and exit code 2.
+
+    ``RLHF_JAX_DEBUG=1`` shows the traceback instead.
+    """
+    import tyro
+
+    config = tyro.cli(config_class, description=sys.modules["__main__"].__doc__)
+    try:
+        code = run(config)
+    except (ValueError, OSError, ImportError, checkpoint.CheckpointError) as error:
+        if os.environ.get("RLHF_JAX_DEBUG"):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 2
+    sys.exit(code)

@@ -1,0 +1,185 @@
+"""The passes of a step around the update: sample, decode, score, measure, evaluate."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rlhf_jax as rl
+from common.setup import Run
+from rlhf_jax import data, partition, policy
+from rlhf_jax.rewards import functions
+
+
+def make_scorer(run: Run) -> Callable[[Any, Any, rl.Rollout], jax.Array]:
+    """``scorer(trainable, frozen, rollout) -> log-probs [B, T]``, for old policy and reference.
+
+    One jitted function serves both: for equal parameters their KL is exactly 0.
+    """
+    policy_fn = policy_of(run, with_entropy=False)
+
+    @jax.jit
+    def scorer(trainable: Any, frozen: Any, rollout: rl.Rollout) -> jax.Array:
+        return policy_fn(partition.merge(trainable, frozen), rollout).log_probs
+
+    return scorer
+
+
+def policy_of(run: Run, *, with_entropy: bool = True) -> policy.PolicyFn:
+    """The learner's policy function of a run."""
+    return policy.from_decoder(
+        run.model,
+        temperature=run.config.temperature,
+        with_entropy=with_entropy,
+        trunk_stacks=run.trunk_stacks,
+    )
+
+
+def make_sampler(run: Run) -> Callable[..., rl.Rollout]:
+    """``sampler(params, prompts, key, version) -> Rollout`` with the run's settings and trunk."""
+    config = run.config
+    stacks = run.trunk_stacks
+
+    @jax.jit
+    def add_trunk(params: Any, rollout: rl.Rollout) -> rl.Rollout:
+        return dataclasses.replace(rollout, trunk=policy.trunk(run.model, params, rollout, stacks))
+
+    def sampler(params: Any, prompts: data.PromptBatch, key: jax.Array, version: Any) -> rl.Rollout:
+        tokens, mask = run.place_rows((prompts.tokens, prompts.attention_mask))
+        rollout = rl.generate(
+            run.model,
+            params,
+            tokens,
+            mask,
+            key,
+            group_size=config.group_size,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            stop_ids=run.stop_ids,
+            group_ids=prompts.ids,
+            version=version,
+        )
+        rollout = run.place_rows(rollout)
+        return add_trunk(params, rollout) if stacks else rollout
+
+    return sampler
+
+
+def completions(run: Run, rollout: rl.Rollout) -> list[str]:
+    """Decode the sampled tokens for the reward and for people; training keeps the ids."""
+    tokens = np.asarray(rollout.tokens)[:, rollout.start :]
+    lengths = np.asarray(rollout.lengths)
+    return [
+        run.tokenizer.decode(row[:length], skip_special_tokens=True)
+        for row, length in zip(tokens, lengths, strict=True)
+    ]
+
+
+def score(run: Run, prompts: data.PromptBatch, texts: list[str]) -> functions.Scores:
+    """Call the task's reward on every completion."""
+    group = run.config.group_size
+    repeated = [prompt for prompt in prompts.prompts for _ in range(group)]
+    return functions.score(run.task.reward, repeated, texts, columns=prompts.columns(group))
+
+
+@jax.jit
+def rollout_metrics(
+    rollout: rl.Rollout, log_probs: jax.Array, ref_log_probs: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Lengths, the sampler's agreement with the learner, and the KL to the reference."""
+    mask, lengths = rollout.mask, rollout.lengths.astype(jnp.float32)
+    gap = jnp.abs(log_probs - rollout.log_probs)
+    out = {
+        "completion/length_mean": lengths.mean(),
+        "completion/length_min": lengths.min(),
+        "completion/length_max": lengths.max(),
+        "completion/truncated": rollout.truncated.mean(),
+        "off_policy/logprob_diff_mean": rl.masked.mean(gap, mask),
+        "off_policy/logprob_diff_max": jnp.max(jnp.where(mask, gap, 0.0)),
+    }
+    if ref_log_probs is not None:
+        k1 = rl.kl.k1(log_probs, ref_log_probs, mask=mask)
+        out["policy/kl_ref_k1"] = rl.masked.mean(k1, mask)
+        out["policy/kl_ref_k3"] = rl.masked.mean(
+            rl.kl.k3(log_probs, ref_log_probs, mask=mask), mask
+        )
+        out["policy/kl_ref_sum"] = jnp.sum(k1) / mask.shape[0]
+    return out
+
+
+def reward_metrics(scores: functions.Scores, group_ids: np.ndarray) -> dict[str, float]:
+    """Mean and spread of the rewards, and the share of groups that teach nothing."""
+    rewards = scores.rewards
+    seen = rewards[~np.isnan(rewards)]
+    groups = [rewards[group_ids == group] for group in np.unique(group_ids)]
+    flat = [np.nanmax(g) == np.nanmin(g) for g in groups if not np.isnan(g).all()]
+    return {
+        "reward/mean": float(seen.mean()) if seen.size else 0.0,
+        "reward/std": float(seen.std()) if seen.size else 0.0,
+        "reward/zero_std_groups": float(np.mean(flat)) if flat else 0.0,
+        **scores.metrics(),
+    }
+
+
+def evaluate(
+    run: Run, sampler: Any, scorer: Any, trainable: Any, reference: Any, version: int
+) -> dict[str, float]:
+    """Sample every held-out prompt with fixed keys: reward, diversity, length, KL.
+
+    Uses the training shapes, so that nothing compiles anew.
+    """
+    key = jax.random.fold_in(run.key, 2**31 - 2)
+    params = partition.merge(trainable, run.frozen)
+    rewards, texts, found = [], [], []
+    for index in range(run.held_out.steps_per_epoch):
+        prompts = run.held_out.batch(index)
+        rollout = sampler(params, prompts, key, version)
+        mine = completions(run, rollout)
+        rewards.append(score(run, prompts, mine).rewards)
+        texts += mine
+        log_probs = scorer(trainable, run.frozen, rollout)
+        ref = None if reference is None else scorer(reference, run.frozen, rollout)
+        found.append(rollout_metrics(rollout, log_probs, ref))
+    mean = {name: float(np.mean([f[name] for f in found])) for name in found[0]}
+    out = {
+        "reward": float(np.nanmean(np.concatenate(rewards))),
+        "distinct_2": rl.report.distinct_n(texts, 2),
+        "length": mean["completion/length_mean"],
+    }
+    if reference is not None:
+        out["kl_ref_sum"] = mean["policy/kl_ref_sum"]
+    return out
+
+
+def start_evaluation(
+    run: Run,
+    tracker: rl.tracking.Tracker,
+    sampler: Any,
+    scorer: Any,
+    trainable: Any,
+    reference: Any,
+) -> dict[str, float]:
+    """The held-out figures before the first update; a resumed run reads what it measured then."""
+    for record in rl.tracking.read_jsonl(run.folder / "eval.jsonl") if run.config.resume else ():
+        if record["step"] == 0:
+            return {k.removeprefix("eval/"): v for k, v in record.items() if "eval/" in k}
+    figures = evaluate(run, sampler, scorer, trainable, reference, 0)
+    tracker.evaluation(0, figures)
+    return figures
+
+
+@contextlib.contextmanager
+def timed(record: dict[str, Any], name: str) -> Iterator[None]:
+    """Put the seconds of a block into a record."""
+    begin = time.perf_counter()
+    yield
+    record[name] = time.perf_counter() - begin

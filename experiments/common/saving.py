@@ -1,0 +1,76 @@
+"""Checkpoints of a run, its export, and stopping without losing anything."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import rlhf_jax as rl
+from common.config import SMALL_MODEL
+from common.setup import Run
+from rlhf_jax import checkpoint, partition
+
+
+def save(
+    run: Run, checkpoints: checkpoint.Checkpointer, state: rl.TrainState, reference: Any, step: int
+) -> None:
+    """Checkpoint policy, optimizer and step, the reference when there is one."""
+    trees = {"state": state} | ({} if reference is None else {"reference": reference})
+    checkpoints.save(step, trees, {"frozen": run.frozen_digest})
+
+
+def restore(
+    run: Run, checkpoints: checkpoint.Checkpointer, state: rl.TrainState, reference: Any
+) -> tuple[int, rl.TrainState, Any]:
+    """Load the newest whole checkpoint of a resumed run.
+
+    Raises:
+      CheckpointError: there is none, or it was made over other frozen weights.
+    """
+    targets = {"state": state} | ({} if reference is None else {"reference": reference})
+    step, trees, meta = checkpoints.restore(targets)
+    if meta["frozen"] != run.frozen_digest:
+        raise checkpoint.CheckpointError(
+            f"{checkpoints.directory}: its frozen weights are not those of --model "
+            f"{run.config.model or SMALL_MODEL}; give the model that the run began with"
+        )
+    return step, trees["state"], trees.get("reference")
+
+
+def export(run: Run, trainable: Any) -> Path:
+    """Write the policy as a Hugging Face folder into the run's folder."""
+    path = run.folder / "model"
+    rl.models.save(path, run.model, partition.merge(trainable, run.frozen), run.tokenizer)
+    return path
+
+
+def say_resume(run: Run, step: int) -> int:
+    """Say how an interrupted run goes on; returns its exit code, 130 as for Ctrl-C."""
+    print(f"\nstopped after step {step} of {run.config.steps}; everything is saved. Go on with:")
+    print(f"  python {sys.argv[0]} --resume {run.folder}", flush=True)
+    return 130
+
+
+class Interrupts:
+    """Ctrl-C (or SIGTERM) once: finish the step, save, say how to resume. Twice: stop now."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print("\nstopping after this step (again to stop at once)", file=sys.stderr, flush=True)

@@ -1,0 +1,196 @@
+"""Orbax checkpoints of named pytrees, with digests and a fall-back to the last whole one.
+
+Orbax writes a step into a temporary folder and renames it, so a killed run leaves no half step.
+It does not notice a damaged file or an empty step folder; the digest kept beside each array does,
+and :meth:`Checkpointer.restore` then says so and takes the step before.
+"""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_jax.partition import path_name
+
+__all__ = ["CheckpointError", "Checkpointer", "digest"]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint could be restored; the message says why and what to do."""
+
+
+class Checkpointer:
+    """Saves and restores ``{name: pytree}`` by step, e.g. policy, reference, optimizer.
+
+    Args:
+      directory: where the steps go; made when missing.
+      max_to_keep: older steps are deleted when there are more.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> with Checkpointer(tempfile.mkdtemp()) as checkpoints:
+    ...     checkpoints.save(3, {"policy": {"w": jnp.arange(2.0)}}, {"task": "toy"})
+    ...     step, trees, meta = checkpoints.restore({"policy": {"w": jnp.zeros(2)}})
+    >>> step, trees["policy"]["w"].tolist(), meta["task"]
+    (3, [0.0, 1.0], 'toy')
+    """
+
+    def __init__(self, directory: str | pathlib.Path, *, max_to_keep: int = 2):
+        # Orbax takes a second to import and is of no use to who only composes losses.
+        import orbax.checkpoint as ocp
+
+        self._ocp = ocp
+        self.directory = pathlib.Path(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=max_to_keep, create=True, cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Steps on disk, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any] | None = None) -> None:
+        """Save, in the background: the arrays are copied before this returns and may be donated.
+
+        Args:
+          step: the number to save under; a step that is there already is left as it is.
+          trees: pytrees of arrays by name; ``None`` leaves are skipped.
+          meta: anything JSON can hold.
+        """
+        if step in self.steps():
+            return
+        flat = {name: _flatten(tree) for name, tree in trees.items()}
+        digests = {name: {k: _digest(v) for k, v in tree.items()} for name, tree in flat.items()}
+        items = {name: self._ocp.args.StandardSave(tree) for name, tree in flat.items()}
+        record = {"step": step, "digests": digests, "user": meta or {}}
+        self._manager.save(
+            step, args=self._ocp.args.Composite(**items, meta=self._ocp.args.JsonSave(record))
+        )
+
+    def wait(self) -> None:
+        """Block until what was saved is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait for the last save and release Orbax's threads."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def restore(
+        self, targets: dict[str, Any], *, step: int | None = None
+    ) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """Restore the newest whole step (or one given step) into the targets' structure.
+
+        Args:
+          targets: pytrees of arrays or ``ShapeDtypeStruct`` by name: structure, shapes, dtypes and
+            shardings of what comes back.
+          step: a step of :meth:`steps`; the newest that is whole when None.
+
+        Returns:
+          ``(step, trees, meta)``.
+
+        Raises:
+          CheckpointError: if there is no step, or none that can be read; names each and why.
+        """
+        self.wait()
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"no step {step} in {self.directory}; there are: {steps or 'none'}"
+            )
+        reasons = []
+        for candidate in [step] if step is not None else reversed(steps):
+            try:
+                trees, meta = self._read(candidate, targets)
+            except Exception as error:  # whatever Orbax meets in a damaged folder
+                reasons.append(f"step {candidate}: {str(error).splitlines()[0]}")
+                logger.warning("checkpoint %s is unusable, trying an older one", reasons[-1])
+                continue
+            return candidate, trees, meta
+        raise CheckpointError(
+            f"no usable checkpoint in {self.directory}"
+            + (": " + "; ".join(reasons) if reasons else " (it holds no step)")
+        )
+
+    def read_meta(self) -> dict[str, Any]:
+        """The ``meta`` of the newest step that has one; ``{}`` if there is none."""
+        self.wait()
+        for step in reversed(self.steps()):
+            try:
+                args = self._ocp.args.Composite(meta=self._ocp.args.JsonRestore())
+                return self._manager.restore(step, args=args)["meta"]["user"]
+            except Exception as error:
+                logger.warning("checkpoint step %s has no readable meta: %s", step, error)
+        return {}
+
+    def _read(self, step: int, targets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        args = {
+            name: self._ocp.args.StandardRestore(jax.tree.map(_abstract, _flatten(tree)))
+            for name, tree in targets.items()
+        }
+        found = self._manager.restore(
+            step, args=self._ocp.args.Composite(**args, meta=self._ocp.args.JsonRestore())
+        )
+        record = found["meta"]
+        for name in targets:
+            for path, array in found[name].items():
+                expected = record["digests"][name][path]
+                if expected is not None and _digest(array) != expected:
+                    raise ValueError(f"{name}/{path} does not match its digest (damaged file)")
+        trees = {name: _unflatten(found[name], tree) for name, tree in targets.items()}
+        return trees, record["user"]
+
+
+def digest(tree: Any) -> str:
+    """A short digest of a pytree's names and values, to notice that weights are not the same.
+
+    Args:
+      tree: a pytree of arrays; parts that only other hosts hold do not count.
+
+    Returns:
+      Eight hexadecimal digits.
+
+    >>> import jax.numpy as jnp
+    >>> digest({"w": jnp.ones(2)}) == digest({"w": jnp.zeros(2)})
+    False
+    """
+    found = 0
+    for path, leaf in sorted(_flatten(tree).items()):
+        found = zlib.crc32(f"{path}={_digest(leaf)};".encode(), found)
+    return f"{found:08x}"
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+    """A flat dict by path: Optax states and ``None`` leaves need no special case on disk."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _unflatten(flat: dict[str, Any], target: Any) -> Any:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(target)
+    return treedef.unflatten([flat[path_name(path)] for path, _ in leaves])
+
+
+def _abstract(leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
+
+
+def _digest(array: Any) -> int | None:
+    """CRC-32 of the bytes; None for an array that other hosts hold parts of."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return None
+    flat: Any = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+    return zlib.crc32(flat)

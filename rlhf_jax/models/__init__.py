@@ -1,0 +1,33 @@
+"""Models: one decoder described by a config, files in and out, adapters for anybody's module."""
+
+from rlhf_jax.models.adapters import from_linen, from_nnx
+from rlhf_jax.models.cache import Cache, Prefix, cache_axes, extend_cache
+from rlhf_jax.models.config import DecoderConfig, RopeScaling
+from rlhf_jax.models.decoder import Decoder
+from rlhf_jax.models.gguf import GGUF, read_gguf
+from rlhf_jax.models.hf import load, load_tokenizer, resolve, save
+from rlhf_jax.models.hf_tensors import from_hf_tensors, to_hf_tensors
+from rlhf_jax.models.smollm2 import convert_gguf, fetch_smollm2, tokenizer_json
+
+__all__ = [
+    "GGUF",
+    "Cache",
+    "Decoder",
+    "DecoderConfig",
+    "Prefix",
+    "RopeScaling",
+    "cache_axes",
+    "convert_gguf",
+    "extend_cache",
+    "fetch_smollm2",
+    "from_hf_tensors",
+    "from_linen",
+    "from_nnx",
+    "load",
+    "load_tokenizer",
+    "read_gguf",
+    "resolve",
+    "save",
+    "to_hf_tensors",
+    "tokenizer_json",
+]

@@ -1,0 +1,397 @@
+"""One decoder for all families: Flax NNX layers, stacked and scanned, functional at the boundary.
+
+``Decoder`` is a small hashable description; its methods are pure functions of a plain nested dict::
+
+    params = {
+        "embed": {"weight": [V, D]},
+        "layers": (stack_0, stack_1, …),   # each a dict of leaves [layers in the stack, …]
+        "final_norm": {"scale": [D]},
+        "head": {"weight": [V, D]},        # only when the head is not tied
+    }
+
+The layers are held as one or more stacks, scanned one after the other. When only the last stack is
+differentiated, no backward pass runs through the ones before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rlhf_jax.models import cache as caching
+from rlhf_jax.models.cache import Cache, Prefix
+from rlhf_jax.models.config import DecoderConfig
+from rlhf_jax.models.layers import (
+    Attend,
+    Block,
+    Shell,
+    attention_inputs,
+    masked_attention,
+    rms_norm,
+    rotary_angles,
+)
+
+Array = jax.Array
+Params = dict[str, Any]
+
+__all__ = ["Decoder"]
+
+_REMAT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@functools.lru_cache(maxsize=64)
+def _definitions(config: DecoderConfig) -> tuple[Any, Any, Any]:
+    """Static structure of a block, and the abstract states of block and shell."""
+    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
+    shell = nnx.eval_shape(lambda: Shell(config, nnx.Rngs(0)))
+    graph, state = nnx.split(block)
+    return graph, state, nnx.state(shell)
+
+
+def _axes(state: Any, leading: tuple[str, ...]) -> Any:
+    """The logical axis names that each parameter of an abstract state carries."""
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda variable: (*leading, *variable.get_metadata()["axes"]),
+            state,
+            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder-only language model as pure functions over a plain parameter dict.
+
+    Args:
+      config: :class:`DecoderConfig`.
+      stacks: layers in each stack, e.g. ``(22, 8)``; they sum to ``config.num_layers``.
+        Empty means one stack. A method takes parameters of any stacking: it follows the tree.
+      dtype: compute dtype of the matmuls; norms, softmax and logits are float32 in any case.
+      remat: what the backward pass recomputes: ``"none"``, ``"dots"`` (all but the weight
+        matmuls) or ``"full"`` (everything but each layer's input).
+
+    Raises:
+      ValueError: stacks that do not sum to the layers, or an unknown remat.
+
+    >>> import jax, jax.numpy as jnp, rlhf_jax as rl
+    >>> config = rl.models.DecoderConfig(
+    ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=2
+    ... )
+    >>> model = rl.models.Decoder(config, stacks=(2, 1))
+    >>> params = model.init(jax.random.key(0))
+    >>> model.logits(params, jnp.zeros((1, 4), jnp.int32)).shape
+    (1, 4, 16)
+    """
+
+    config: DecoderConfig
+    _: dataclasses.KW_ONLY
+    stacks: tuple[int, ...] = ()
+    dtype: Any = jnp.float32
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        stacks = tuple(int(n) for n in self.stacks) or (self.config.num_layers,)
+        object.__setattr__(self, "stacks", self._check_stacks(stacks))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if self.remat not in _REMAT:
+            raise ValueError(f"remat: got {self.remat!r}; choose one of {sorted(_REMAT)}")
+
+    def _check_stacks(self, stacks: tuple[int, ...]) -> tuple[int, ...]:
+        if any(n <= 0 for n in stacks) or sum(stacks) != self.config.num_layers:
+            raise ValueError(
+                f"stacks: got {stacks}; give positive numbers that sum to the model's "
+                f"{self.config.num_layers} layers"
+            )
+        return stacks
+
+    # parameters
+
+    def init(self, key: Array) -> Params:
+        """Fresh float32 parameters: normal with ``config.initializer_range``, norms at 1.
+
+        Args:
+          key: a JAX key; the values do not depend on ``stacks`` beyond their grouping.
+
+        Returns:
+          The parameter dict.
+        """
+
+        def block(layer_key: Array) -> Any:
+            return nnx.to_pure_dict(nnx.state(Block(self.config, nnx.Rngs(layer_key))))
+
+        shell_key, layers_key = jax.random.split(key)
+        params = nnx.to_pure_dict(nnx.state(Shell(self.config, nnx.Rngs(shell_key))))
+        keys = jax.random.split(layers_key, self.config.num_layers)
+        bounds = np.cumsum((0, *self.stacks)).tolist()
+        params["layers"] = tuple(jax.vmap(block)(keys[a:b]) for a, b in itertools.pairwise(bounds))
+        return params
+
+    def shapes(self) -> Params:
+        """The parameter dict with ``jax.ShapeDtypeStruct`` leaves; computes nothing."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def logical_axes(self) -> Params:
+        """The parameter dict with a tuple of logical axis names for every leaf.
+
+        Returns:
+          Names are ``"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp"``.
+        """
+        _, block, shell = _definitions(self.config)
+        return {**_axes(shell, ()), "layers": (_axes(block, ("layers",)),) * len(self.stacks)}
+
+    def restack(self, params: Params, stacks: tuple[int, ...]) -> Params:
+        """The same parameters with the layers grouped into other stacks.
+
+        Args:
+          params: the parameter dict, of any stacking.
+          stacks: layers in each new stack.
+
+        Returns:
+          The parameter dict; leaves are copies where the grouping changes.
+
+        Raises:
+          ValueError: stacks that do not sum to the layers.
+        """
+        stacks = self._check_stacks(tuple(stacks))
+        return {**params, "layers": caching.restack(params["layers"], stacks)}
+
+    def head(self, params: Params) -> tuple[Array, str]:
+        """The output matrix and its layout, tied or not.
+
+        Returns:
+          ``(matrix [V, D], "vd")``; logits = hidden · matrixᵀ.
+        """
+        return (params["embed"] if self.config.tie_embeddings else params["head"])["weight"], "vd"
+
+    # forward
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Array | None,
+        *,
+        attention_mask: Array | None = None,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        from_stack: int = 0,
+        to_stack: int | None = None,
+        inputs: Array | None = None,
+    ) -> Array:
+        """Hidden states; after the final norm unless ``to_stack`` ends before the last stack.
+
+        A frozen trunk is computed once and shared: ``trunk = hidden(params, tokens, to_stack=1)``,
+        then ``hidden(params, None, inputs=trunk, from_stack=1)`` for policy and reference.
+
+        Args:
+          params: the parameter dict.
+          tokens: int ``[B, T]``; None when ``inputs`` is given.
+          attention_mask: bool ``[B, T]``, true on real tokens; None means all.
+          positions: int ``[B, T]``; None counts the real tokens before each one (of its segment).
+          segment_ids: int ``[B, T]`` for packed rows: tokens read only their own segment.
+          from_stack, to_stack: run only ``layers[from_stack:to_stack]``.
+          inputs: ``[B, T, D]``, what an earlier call with ``to_stack=from_stack`` returned.
+
+        Returns:
+          ``[B, T, D]`` in the compute dtype. Padding has finite, meaningless values.
+
+        Raises:
+          ValueError: shapes that do not agree, a range of stacks that is not there, or neither or
+            both of tokens and inputs.
+        """
+        to_stack = len(params["layers"]) if to_stack is None else to_stack
+        x = self._enter(params, tokens, inputs, from_stack, to_stack)
+        batch, length = x.shape[:2]
+        for name, value in (
+            ("attention_mask", attention_mask),
+            ("positions", positions),
+            ("segment_ids", segment_ids),
+        ):
+            if value is not None and value.shape != (batch, length):
+                raise ValueError(
+                    f"{name}: shape {value.shape} does not agree with tokens {(batch, length)}"
+                )
+        mask, positions = attention_inputs(batch, length, attention_mask, positions, segment_ids)
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            return masked_attention(q, k, v, mask), None
+
+        x, _ = self._run(params["layers"][from_stack:to_stack], x, positions, attend)
+        return self._final_norm(params, x) if to_stack == len(params["layers"]) else x
+
+    def logits(self, params: Params, tokens: Array | None, **options: Any) -> Array:
+        """Logits of the next token at every position: float32 ``[B, T, V]``.
+
+        Args:
+          params: the parameter dict.
+          tokens: int ``[B, T]``.
+          **options: as for :meth:`hidden`.
+
+        Returns:
+          float32 ``[B, T, V]``; ``logits[:, t]`` scores the token at ``t + 1``.
+        """
+        return self.project(params, self.hidden(params, tokens, **options))
+
+    def project(self, params: Params, hidden: Array) -> Array:
+        """Hidden states after the final norm → float32 logits: ``[..., D]`` → ``[..., V]``."""
+        matrix, _ = self.head(params)
+        return jnp.einsum(
+            "...d,vd->...v", hidden, matrix.astype(hidden.dtype), preferred_element_type=jnp.float32
+        )
+
+    # generation
+
+    def prefill(
+        self, params: Params, tokens: Array, attention_mask: Array | None = None
+    ) -> tuple[Array, Prefix]:
+        """One pass over the prompts that keeps their keys and values.
+
+        Args:
+          params: the parameter dict.
+          tokens: int ``[P, Tp]``, padded on either side.
+          attention_mask: bool ``[P, Tp]``; None means all real.
+
+        Returns:
+          The hidden state of each prompt's last real token ``[P, D]`` (after the final norm) and
+          the :class:`Prefix` for :meth:`init_cache`.
+        """
+        x = self._enter(params, tokens, None, 0, len(params["layers"]))
+        batch, length = x.shape[:2]
+        valid = jnp.ones((batch, length), bool) if attention_mask is None else attention_mask
+        if valid.shape != (batch, length):
+            raise ValueError(
+                f"attention_mask: shape {valid.shape} does not agree with tokens {(batch, length)}"
+            )
+        valid = valid.astype(bool)
+        mask, positions = attention_inputs(batch, length, valid, None, None)
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+            kept = (jnp.einsum("pskh->pkhs", k), jnp.einsum("pskh->pksh", v))
+            return masked_attention(q, k, v, mask), kept
+
+        x, kept = self._run(params["layers"], x, positions, attend)
+        last = jnp.max(jnp.where(valid, jnp.arange(length), 0), axis=1)
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        prefix = Prefix(
+            keys=tuple(keys for keys, _ in kept),
+            values=tuple(values for _, values in kept),
+            mask=valid,
+            lengths=jnp.sum(valid, axis=1, dtype=jnp.int32),
+        )
+        return self._final_norm(params, x), prefix
+
+    def init_cache(self, prefix: Prefix, *, group_size: int, max_new_tokens: int) -> Cache:
+        """An empty suffix cache for ``group_size`` completions of each prefilled prompt.
+
+        Args:
+          prefix: what :meth:`prefill` returned; it is shared by the group, never copied.
+          group_size: G, completions of each prompt.
+          max_new_tokens: S, room for decoded tokens; :func:`extend_cache` adds more.
+
+        Returns:
+          The :class:`Cache`.
+        """
+        for name, value in (("group_size", group_size), ("max_new_tokens", max_new_tokens)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}; it must be at least 1")
+        return caching.init_cache(prefix, group_size, max_new_tokens)
+
+    def decode(
+        self, params: Params, token: Array, cache: Cache, step: Array | int
+    ) -> tuple[Array, Cache]:
+        """One token for every row: reads the shared prefix and the row's own suffix.
+
+        Args:
+          params: the parameter dict, stacked as the cache is.
+          token: int ``[P, G]``, the token to append.
+          cache: from :meth:`init_cache` or the step before.
+          step: int scalar or ``[P, G]`` (traced): suffix tokens already written. A row only ever
+            reads slots up to its own step, so a finished row may go on with any token.
+
+        Returns:
+          The hidden state ``[P, G, D]`` after the final norm, and the cache with the token's keys
+          and values in slot ``step``.
+
+        Raises:
+          ValueError: shapes or stacks that do not agree.
+        """
+        caching.check_decode(params["layers"], token, cache)
+        step = jnp.asarray(step, jnp.int32)
+        x = self._embed(params, token)
+        positions = jnp.broadcast_to(cache.prefix.lengths[:, None] + step, token.shape)
+        angles = rotary_angles(self.config, positions)
+        graph, _, _ = _definitions(self.config)
+
+        def layer(layer_params: Any, x: Array, attend: Attend) -> tuple[Array, Any]:
+            return nnx.merge(graph, layer_params)(x, angles, attend)
+
+        x, cache = caching.decode_layers(layer, params["layers"], x, cache, step)
+        return self._final_norm(params, x), cache
+
+    # parts
+
+    def _embed(self, params: Params, tokens: Array) -> Array:
+        return jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip").astype(self.dtype)
+
+    def _enter(
+        self, params: Params, tokens: Array | None, inputs: Array | None, start: int, end: int
+    ) -> Array:
+        """The input of the first layer to run, checked."""
+        count = len(params["layers"])
+        if not 0 <= start <= end <= count:
+            raise ValueError(
+                f"from_stack, to_stack: got {start}, {end}; the parameters have {count} stacks"
+            )
+        if (tokens is None) == (inputs is None) or (start > 0) != (inputs is not None):
+            raise ValueError(
+                "tokens, inputs: give tokens to start at the embedding (from_stack=0), or inputs "
+                "with tokens=None to start at a later stack"
+            )
+        if tokens is not None:
+            if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+                raise ValueError(
+                    f"tokens: got {tokens.dtype}{list(tokens.shape)}; give integers [B, T]"
+                )
+            return self._embed(params, tokens)
+        assert inputs is not None
+        if inputs.ndim != 3 or inputs.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"inputs: shape {inputs.shape}; give [B, T, {self.config.hidden_size}]"
+            )
+        return inputs.astype(self.dtype)
+
+    def _run(
+        self, stacks: tuple[Any, ...], x: Array, positions: Array, attend: Attend
+    ) -> tuple[Array, list[Any]]:
+        """Scan stack after stack; also what `attend` kept, one stacked tree per stack."""
+        graph, _, _ = _definitions(self.config)
+        angles = rotary_angles(self.config, positions)
+
+        def body(x: Array, layer_params: Any) -> tuple[Array, Any]:
+            return nnx.merge(graph, layer_params)(x, angles, attend)
+
+        if (policy := _REMAT[self.remat]) is not None:
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        kept = []
+        for stack in stacks:
+            if caching.depth(stack) == 1:
+                x, own = body(x, jax.tree.map(lambda leaf: leaf[0], stack))
+                kept.append(jax.tree.map(lambda leaf: leaf[None], own))
+            else:
+                x, own = jax.lax.scan(body, x, stack)
+                kept.append(own)
+        return x, kept
+
+    def _final_norm(self, params: Params, x: Array) -> Array:
+        return rms_norm(x, params["final_norm"]["scale"], self.config.norm_eps)

@@ -1,0 +1,226 @@
+"""The layers of the decoder as Flax NNX modules.
+
+Letters for dimensions: B rows, T tokens, S keys, D hidden size, N query heads, K key/value heads,
+Q = N / K query heads for each of them, H head width, F hidden width of the MLP, V vocabulary.
+
+Weights are stored output-first, ``[*out, *in]``: the order of Hugging Face files, and the one XLA's
+CPU matmul reads fastest. Each parameter carries the logical names of its axes as metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rlhf_jax.models.config import DecoderConfig
+
+Array = jax.Array
+# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) → (attended values [B,T,N,H], anything to keep)
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+NEGATIVE = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a fully masked row stays finite
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """y = x / √(mean(x²) + ε) · scale over the last axis, in float32; returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMS normalisation with a learned scale."""
+
+    def __init__(self, width: int, eps: float, axis: str):
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), axes=(axis,))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        """Normalise the last axis."""
+        return rms_norm(x, self.scale[...], self.eps)
+
+
+class Linear(nnx.Module):
+    """y[..., *out] = Σ_in x[..., *in] · weight[*out, *in] (+ bias), in the dtype of x."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        out: dict[str, int],
+        into: dict[str, int],
+        *,
+        std: float,
+        bias: bool = False,
+    ):
+        shape = (*out.values(), *into.values())
+        value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+        self.weight = nnx.Param(value, axes=(*out, *into))
+        self.bias = nnx.data(
+            nnx.Param(jnp.zeros(tuple(out.values()), jnp.float32), axes=tuple(out))
+            if bias
+            else None
+        )
+        self.contracted = len(into)
+
+    def __call__(self, x: Array) -> Array:
+        """Contract the last axes of ``x`` with those of the weight."""
+        weight = self.weight[...].astype(x.dtype)
+        over = [tuple(range(a.ndim - self.contracted, a.ndim)) for a in (x, weight)]
+        y = jnp.tensordot(x, weight, axes=over)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections, q/k norm and rotary positions; how to attend is the caller's function."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        embed = {"embed": config.hidden_size}
+        queries = {"heads": config.num_heads, "head_dim": config.head_dim}
+        keys = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        std, bias = config.initializer_range, config.qkv_bias
+        self.q = Linear(rngs, queries, embed, std=std, bias=bias)
+        self.k = Linear(rngs, keys, embed, std=std, bias=bias)
+        self.v = Linear(rngs, keys, embed, std=std, bias=bias)
+        self.o = Linear(rngs, embed, queries, std=std)
+        norm = functools.partial(RMSNorm, config.head_dim, config.norm_eps, "head_dim")
+        self.q_norm = nnx.data(norm() if config.qk_norm else None)
+        self.k_norm = nnx.data(norm() if config.qk_norm else None)
+
+    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
+        """``[B, T, D]`` → ``[B, T, D]``, and whatever ``attend`` kept."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, kept = attend(rotate(q, angles), rotate(k, angles), v)
+        return self.o(out), kept
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        embed, wide = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
+        std = config.initializer_range
+        self.gate = Linear(rngs, wide, embed, std=std)
+        self.up = Linear(rngs, wide, embed, std=std)
+        self.down = Linear(rngs, embed, wide, std=std)
+
+    def __call__(self, x: Array) -> Array:
+        """``[B, T, D]`` → ``[B, T, D]``."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, "embed")
+        self.attn = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, "embed")
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
+        """``[B, T, D]`` → ``[B, T, D]``, and whatever ``attend`` kept."""
+        attended, kept = self.attn(self.attn_norm(x), angles, attend)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), kept
+
+
+class Shell(nnx.Module):
+    """What lies around the layers: embedding, final norm, and the head when it is not tied."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        vocab, embed = {"vocab": config.vocab_size}, {"embed": config.hidden_size}
+        std = config.initializer_range
+        self.embed = Linear(rngs, vocab, embed, std=std)
+        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, "embed")
+        self.head = nnx.data(None if config.tie_embeddings else Linear(rngs, vocab, embed, std=std))
+
+
+def rotary_frequencies(config: DecoderConfig) -> Array:
+    """Inverse wavelengths θ^(−2i/H), i < H/2, stretched as ``config.rope_scaling`` says: [H/2]."""
+    half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**half)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # llama3: keep the fast ones, divide the slow ones, blend linearly in between
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
+
+
+def rotary_angles(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
+    """cos and sin of position × frequency: float32 ``[..., 1, H/2]`` for positions ``[...]``."""
+    angles = positions.astype(jnp.float32)[..., None, None] * rotary_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
+    """Rotary positions: the pair (x_i, x_{i+H/2}) turned by its angle. x ``[..., heads, H]``."""
+    cos, sin = angles
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def split_groups(q: Array, kv_heads: int) -> Array:
+    """[..., N, H] → [..., K, Q, H]: query head n reads key/value head n // Q."""
+    return q.reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
+
+
+def masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """softmax(q·kᵀ/√H + mask)·v with scores and softmax in float32.
+
+    Args:
+      q: ``[B, T, N, H]``.
+      k, v: ``[B, S, K, H]``.
+      mask: bool ``[B, T, S]``, true where the query may read the key; a row without any true is
+        finite (a mean over the keys), never NaN.
+
+    Returns:
+      ``[B, T, N, H]`` in the dtype of q.
+    """
+    grouped = split_groups(q, k.shape[-2])
+    scores = jnp.einsum("btkqh,bskh->bkqts", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, NEGATIVE)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jnp.einsum("bkqts,bskh->btkqh", weights, v).reshape(q.shape)
+
+
+def attention_inputs(
+    batch: int,
+    length: int,
+    attention_mask: Array | None,
+    positions: Array | None,
+    segment_ids: Array | None,
+) -> tuple[Array, Array]:
+    """Who may read whom, and where everybody stands.
+
+    A query reads a key when the key is not later, is a real token and is of the same segment; its
+    position is the number of real tokens of its segment before it.
+
+    Returns:
+      mask bool ``[B, T, T]`` and positions int32 ``[B, T]``.
+    """
+    index = jnp.arange(length)
+    mask = jnp.broadcast_to(index[:, None] >= index[None, :], (batch, length, length))
+    if attention_mask is not None:
+        mask = mask & attention_mask[:, None, :].astype(bool)
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    if positions is None:
+        if attention_mask is None and segment_ids is None:
+            positions = jnp.broadcast_to(index, (batch, length))
+        else:
+            positions = jnp.maximum(jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
+    return mask, positions

@@ -1,0 +1,129 @@
+"""From a model to what the learner needs: tempered log-probs and entropy, aligned with the tokens.
+
+A *policy function* takes ``(params, batch)`` and returns a :class:`~rlhf_jax.types.PolicyOutput`.
+``batch`` is anything with ``tokens``, ``attention_mask`` and ``start``: a Rollout or a Batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import logprobs
+from rlhf_jax.types import ApplyFn, Batch, Params, PolicyOutput, Rollout
+
+__all__ = ["PolicyFn", "from_apply", "from_decoder", "trunk"]
+
+PolicyFn = Callable[[Params, Batch | Rollout], PolicyOutput]
+
+
+def from_decoder(
+    model: Any,
+    *,
+    temperature: Any = 1.0,
+    with_entropy: bool = True,
+    trunk_stacks: int = 0,
+    **head_options: Any,
+) -> PolicyFn:
+    """Policy function of a :class:`rlhf_jax.models.Decoder`, through the chunked head.
+
+    log π(a_t | s_t) = log softmax(h_t W / τ)[a_t], never holding ``[B, T, V]``
+
+    Args:
+      model: a decoder with ``hidden`` and ``head``.
+      temperature: τ the sampler used: the trained policy is the tempered one.
+      with_entropy: also compute the entropy (costs one more reduction over the vocabulary).
+      trunk_stacks: start from ``batch.trunk``, the output of that many frozen stacks; 0 starts
+        from the tokens.
+      **head_options: handed to :func:`rlhf_jax.logprobs.policy_log_probs`, e.g. ``chunk_size``.
+
+    Returns:
+      A :data:`PolicyFn`. The head is computed from column ``batch.start`` on only.
+
+    Raises:
+      ValueError: when called, if ``trunk_stacks`` > 0 and the batch holds no trunk.
+    """
+
+    def policy(params: Params, batch: Batch | Rollout) -> PolicyOutput:
+        if trunk_stacks and batch.trunk is None:
+            raise ValueError(
+                f"batch.trunk: None, but trunk_stacks={trunk_stacks}; fill it with policy.trunk "
+                "or use trunk_stacks=0"
+            )
+        start: dict[str, Any] = (
+            dict(tokens=None, inputs=batch.trunk, from_stack=trunk_stacks)
+            if trunk_stacks
+            else dict(tokens=batch.tokens)
+        )
+        out = logprobs.policy_log_probs(
+            model.hidden(params, **start, attention_mask=batch.attention_mask),
+            model.head(params),
+            batch.tokens,
+            start=batch.start,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            **head_options,
+        )
+        return PolicyOutput(log_probs=out.log_probs, entropy=out.entropy)
+
+    return policy
+
+
+def trunk(model: Any, params: Params, batch: Batch | Rollout, stacks: int) -> jax.Array:
+    """Hidden states after the first ``stacks`` stacks of layers, for ``batch.trunk``.
+
+    While those stacks are frozen, the policy, the old policy and the reference share them: their
+    output is computed once a rollout instead of once a pass.
+
+    Args:
+      model: a decoder.
+      params: parameters that hold at least the embedding and those stacks.
+      batch: the rows.
+      stacks: how many leading stacks are frozen.
+
+    Returns:
+      ``[B, T, D]`` in the compute dtype.
+    """
+    return model.hidden(params, batch.tokens, attention_mask=batch.attention_mask, to_stack=stacks)
+
+
+def from_apply(apply: ApplyFn, *, temperature: Any = 1.0) -> PolicyFn:
+    """Policy function of anybody's ``apply(params, tokens) -> logits``.
+
+    Args:
+      apply: a model that needs no padding mask (right-padded rows), or closes over its own.
+      temperature: τ the sampler used.
+
+    Returns:
+      A :data:`PolicyFn`; it holds the logits ``[B, T, V]`` in float32.
+
+    >>> import jax, jax.numpy as jnp, rlhf_jax as rl
+    >>> apply = lambda params, tokens: params[tokens]  # a bigram model
+    >>> tokens = jnp.array([[0, 1]])
+    >>> ones = jnp.ones((1, 2), bool)
+    >>> policy = from_apply(apply)
+    >>> batch = rl.Batch(
+    ...     tokens=tokens,
+    ...     mask=ones,
+    ...     attention_mask=ones,
+    ...     group_ids=jnp.zeros(1, int),
+    ...     advantages=jnp.ones(1),
+    ...     old_log_probs=jnp.zeros((1, 2)),
+    ...     sampler_log_probs=jnp.zeros((1, 2)),
+    ... )
+    >>> policy(jnp.zeros((4, 4)), batch).log_probs.round(3).tolist()
+    [[0.0, -1.3860000371932983]]
+    """
+
+    def policy(params: Params, batch: Batch | Rollout) -> PolicyOutput:
+        logits = apply(params, batch.tokens)
+        entropy = logprobs.entropy_from_logits(logits[:, :-1], temperature=temperature)
+        return PolicyOutput(
+            log_probs=logprobs.token_log_probs(logits, batch.tokens, temperature=temperature),
+            entropy=jnp.pad(entropy, ((0, 0), (1, 0))),
+        )
+
+    return policy

@@ -1,0 +1,206 @@
+"""A loss and an optimizer become one jitted, donated, sharded, micro-batched step.
+
+The step imports no loss: it is handed one, a function of arrays, and knows nothing of algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlhf_jax import metrics as metrics_lib
+from rlhf_jax import partition
+from rlhf_jax.metrics import Metrics
+from rlhf_jax.policy import PolicyFn
+from rlhf_jax.types import Batch, Params, PolicyOutput, TrainState
+
+__all__ = ["LossFn", "TrainStep", "init_train_state", "make_train_step", "state_shardings"]
+
+LossFn = Callable[[PolicyOutput, Batch], tuple[jax.Array, Metrics]]
+TrainStep = Callable[..., tuple[TrainState, Metrics]]
+
+
+def state_shardings(
+    params: Params, optimizer: optax.GradientTransformation, shardings: Any
+) -> TrainState:
+    """Shardings of a whole :class:`TrainState`: moments lie where their parameters lie.
+
+    Args:
+      params: trainable parameters (arrays or ``ShapeDtypeStruct``).
+      optimizer: the optax transformation.
+      shardings: ``NamedSharding`` for each parameter, in the structure of ``params``.
+
+    Returns:
+      A TrainState with a ``NamedSharding`` in every leaf's place; counters are replicated.
+    """
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    whole = jax.NamedSharding(mesh, jax.P())
+    moments = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        shardings,
+        transform_non_params=lambda _: whole,
+    )
+    return TrainState(params=shardings, opt_state=moments, step=whole, skipped=whole)
+
+
+def init_train_state(
+    params: Params, optimizer: optax.GradientTransformation, *, shardings: Any = None
+) -> TrainState:
+    """Start a :class:`TrainState` at step 0.
+
+    Args:
+      params: the trainable parameters; cast to float32 (master weights). The state takes a copy:
+        the step donates its state, and ``params`` must outlive that.
+      optimizer: the optax transformation; its moments are float32 because the masters are.
+      shardings: ``NamedSharding`` for each parameter; None keeps the arrays where they are.
+
+    Returns:
+      The state, laid out by ``shardings``.
+
+    >>> import jax.numpy as jnp, optax
+    >>> state = init_train_state({"w": jnp.ones(2, jnp.bfloat16)}, optax.adam(1e-3))
+    >>> state.params["w"].dtype.name, int(state.step)
+    ('float32', 0)
+    """
+
+    def init(params: Params) -> TrainState:
+        return TrainState(
+            params=params,
+            opt_state=optimizer.init(params),
+            step=jnp.int32(0),
+            skipped=jnp.int32(0),
+        )
+
+    masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+    # Without out_shardings jit would put the moments, which depend on no input's values, on one
+    # device, and the step would compile twice.
+    out = None if shardings is None else state_shardings(masters, optimizer, shardings)
+    if shardings is not None:
+        masters = jax.device_put(masters, shardings)
+    return jax.jit(init, out_shardings=out)(masters)
+
+
+def make_train_step(
+    policy_fn: PolicyFn,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    micro_batches: int = 1,
+    max_grad_norm: float | None = 1.0,
+    shardings: TrainState | None = None,
+) -> TrainStep:
+    """Build ``step(state, batch, frozen=None) -> (state, metrics)``.
+
+    g = Σ_micro ∇ loss_fn(policy_fn(merge(params, frozen), micro), micro); params ← params + u(g)
+
+    The batch's rows are split into ``micro_batches`` scanned one after the other. Their gradients
+    are *added*: a loss that divides by a global denominator (``batch.denominator``) gives the same
+    gradient for every split. An update with a non-finite gradient is dropped and counted; the
+    parameters and moments stay as they were.
+
+    Args:
+      policy_fn: ``(params, batch) -> PolicyOutput``; see :mod:`rlhf_jax.policy`.
+      loss_fn: ``(output, batch) -> (scalar, Metrics)``, any function of arrays.
+      optimizer: the optax transformation, without clipping (that is ``max_grad_norm``'s).
+      micro_batches: how many parts the rows are split into; must divide them.
+      max_grad_norm: clip the global gradient norm to this; None turns clipping off.
+      shardings: from :func:`state_shardings`; keeps the state in its layout. None on one device.
+
+    Returns:
+      A jitted function. Its first argument is donated: use the state that it returns. ``frozen``
+      holds the parameters that are not trained (see :func:`rlhf_jax.partition.split`) and is
+      neither changed nor donated. Metrics gain ``policy/loss``, ``optim/grad_norm`` (before
+      clipping), ``optim/update_norm`` and ``optim/skipped``.
+
+    Raises:
+      ValueError: when called, if the rows do not divide by ``micro_batches``.
+    """
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches: expected an int ≥ 1, got {micro_batches!r}")
+
+    def step(state: TrainState, batch: Batch, frozen: Params = None) -> tuple[TrainState, Metrics]:
+        def objective(params: Params, part: Batch) -> tuple[jax.Array, Metrics]:
+            loss, found = loss_fn(policy_fn(partition.merge(params, frozen), part), part)
+            return loss, {**found, "policy/loss": metrics_lib.sum_(loss)}
+
+        grads, found = _gradients(objective, state.params, batch, micro_batches)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm)
+        if max_grad_norm is not None:
+            scale = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        # Zeros, not NaN, go through the optimizer of a dropped update: NaN * 0 is NaN.
+        safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
+        updates, opt_state = optimizer.update(safe, state.opt_state, state.params)
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, 0.0), updates)
+        opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), opt_state, state.opt_state)
+        new = TrainState(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            step=state.step + 1,
+            skipped=state.skipped + ~finite,
+        )
+        found |= {
+            "optim/grad_norm": metrics_lib.mean(norm),
+            "optim/update_norm": metrics_lib.mean(optax.tree.norm(updates)),
+            "optim/skipped": metrics_lib.sum_((~finite).astype(jnp.float32)),
+        }
+        return new, found
+
+    out = None if shardings is None else (shardings, None)
+    return jax.jit(step, donate_argnums=0, out_shardings=out)
+
+
+def _gradients(
+    objective: Callable[[Params, Batch], tuple[jax.Array, Metrics]],
+    params: Params,
+    batch: Batch,
+    micro_batches: int,
+) -> tuple[Params, Metrics]:
+    """Sum the gradients over micro-batches; reduce each metric by its own rule."""
+    grad = jax.grad(objective, has_aux=True)
+    if micro_batches == 1:
+        return grad(params, batch)
+
+    def add(total: Params, part: Batch) -> tuple[Params, Metrics]:
+        grads, found = grad(params, part)
+        return jax.tree.map(jnp.add, total, grads), found
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total, stacked = jax.lax.scan(add, zeros, split_rows(batch, micro_batches))
+    return total, metrics_lib.stack_reduce(stacked)
+
+
+def split_rows(batch: Batch, parts: int) -> Batch:
+    """Give every array a leading micro-batch axis: ``[B, ...]`` → ``[parts, B/parts, ...]``.
+
+    Micro-batch ``i`` takes rows ``i, i + parts, …``, so that rows split over devices stay on their
+    device.
+
+    Args:
+      batch: any pytree of row-first arrays.
+      parts: must divide the rows.
+
+    Returns:
+      The same pytree with one more axis in front.
+
+    Raises:
+      ValueError: naming the rows and ``micro_batches``.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.shape[0]
+        if rows % parts:
+            raise ValueError(
+                f"micro_batches: {parts} does not divide the batch's {rows} rows; "
+                f"use a divisor of {rows}"
+            )
+        return x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(split, batch)

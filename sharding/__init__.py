@@ -1,0 +1,27 @@
+"""Sharding as data: meshes, logical-axis rules and named layouts.
+
+Knows axis names and shapes; no model, no loss.
+
+    from sharding import LAYOUTS, make_mesh, tree_shardings
+
+    layout = LAYOUTS["fsdp"]
+    mesh = make_mesh(layout)
+    shardings = tree_shardings(model.logical_axes(), params, layout, mesh)
+    params = jax.device_put(params, shardings)
+"""
+
+from sharding.layouts import LAYOUTS, Layout, get_layout
+from sharding.mesh import describe, make_mesh
+from sharding.rules import check_rows, row_sharding, spec_for, tree_shardings
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "check_rows",
+    "describe",
+    "get_layout",
+    "make_mesh",
+    "row_sharding",
+    "spec_for",
+    "tree_shardings",
+]

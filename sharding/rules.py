@@ -1,0 +1,127 @@
+"""From logical axis names to shardings, with errors that name tensor, axis, size and remedy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from sharding.layouts import Layout
+
+__all__ = ["check_rows", "row_sharding", "spec_for", "tree_shardings"]
+
+
+def spec_for(
+    axes: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    layout: Layout,
+    mesh: jax.sharding.Mesh,
+    *,
+    name: str = "tensor",
+) -> jax.P:
+    """The partition spec of one tensor.
+
+    Args:
+      axes: logical axis name of each dimension (None: never split).
+      shape: the tensor's shape.
+      layout: rules from logical to mesh axes.
+      mesh: gives the mesh axes' sizes.
+      name: the tensor's name, for messages.
+
+    Returns:
+      A ``PartitionSpec`` as long as ``shape``.
+
+    Raises:
+      ValueError: if ranks differ, a dimension does not divide its mesh axis, or two dimensions
+        land on one mesh axis.
+
+    >>> import jax, sharding
+    >>> layout = sharding.get_layout("fsdp")
+    >>> mesh = sharding.make_mesh(layout, jax.devices()[:1])
+    >>> tuple(spec_for(("vocab", "embed"), (256, 64), layout, mesh))
+    (None, 'fsdp')
+    """
+    if len(axes) != len(shape):
+        raise ValueError(
+            f"{name}: {len(axes)} logical axes {axes} for {len(shape)} dimensions {shape}"
+        )
+    spec: list[str | None] = []
+    for axis, size in zip(axes, shape, strict=True):
+        target = layout.rules.get(axis) if axis is not None else None
+        if target is not None and size % mesh.shape[target]:
+            raise ValueError(
+                f"{name}: axis {axis!r} has size {size}, which mesh axis {target!r} of size "
+                f"{mesh.shape[target]} (layout {layout.name!r}) does not divide; use another "
+                f"layout, or a {target!r} size that divides {size}"
+            )
+        if target is not None and target in spec:
+            raise ValueError(
+                f"{name}: layout {layout.name!r} puts two axes of {axes} on mesh axis "
+                f"{target!r}; drop one of its rules"
+            )
+        spec.append(target)
+    return jax.P(*spec)
+
+
+def tree_shardings(axes: Any, tree: Any, layout: Layout, mesh: jax.sharding.Mesh) -> Any:
+    """Shardings for a whole parameter tree.
+
+    Args:
+      axes: the tree's structure with a tuple of logical axis names in each leaf's place.
+      tree: arrays or ``ShapeDtypeStruct``; ``None`` leaves stay None.
+      layout: rules from logical to mesh axes.
+      mesh: where to.
+
+    Returns:
+      ``NamedSharding`` for each leaf, in the structure of ``tree``.
+
+    Raises:
+      ValueError: as :func:`spec_for`, naming the leaf by its path.
+    """
+
+    def one(path: tuple[Any, ...], leaf: Any, names: tuple[str | None, ...]) -> Any:
+        if leaf is None:
+            return None
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        spec = spec_for(names, tuple(leaf.shape), layout, mesh, name=name)
+        return jax.NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(one, tree, axes, is_leaf=lambda leaf: leaf is None)
+
+
+def row_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """The sharding of any row-first array: rows over the layout's row axes, the rest whole.
+
+    Args:
+      layout: names the mesh axes that split rows.
+      mesh: where to.
+
+    Returns:
+      A ``NamedSharding`` that fits every rank ≥ 1.
+    """
+    return jax.NamedSharding(mesh, jax.P(layout.rows or None))
+
+
+def check_rows(rows: int, layout: Layout, mesh: jax.sharding.Mesh, *, name: str = "rows") -> None:
+    """Check that a number of rows divides over the layout's row axes.
+
+    Args:
+      rows: how many rows (or prompts) one array holds.
+      layout: names the mesh axes that split rows.
+      mesh: gives their sizes.
+      name: what the rows are, for the message.
+
+    Raises:
+      ValueError: naming the count, the axes and their size.
+
+    >>> import jax, sharding
+    >>> layout = sharding.get_layout("dp")
+    >>> check_rows(3, layout, sharding.make_mesh(layout, jax.devices()[:1]))
+    """
+    parts = math.prod(mesh.shape[axis] for axis in layout.rows)
+    if rows % parts:
+        raise ValueError(
+            f"{name}: {rows} do not divide over {' × '.join(layout.rows)} = {parts} devices of "
+            f"layout {layout.name!r}; use a multiple of {parts} or another layout"
+        )

@@ -1,0 +1,38 @@
+"""Settings that must stand before jax is imported, and what many tests share."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_FLAG = "--xla_force_host_platform_device_count=8"
+if "jax" in sys.modules:  # pytest loads this file first, unless a plugin was quicker
+    raise RuntimeError("jax was imported before tests/conftest.py could set eight CPU devices")
+os.environ["JAX_PLATFORMS"] = "cpu"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+# Tests never ask a model hub, and a fork of the tokenizers' threads warns.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax
+import pytest
+from hypothesis import settings
+
+from tests.numerics import Numerics
+
+collect_ignore = ["data"]  # recorded values, and the scripts that make them: no tests, no doctests
+
+# Property-based inputs: the same on every machine, and no deadline while jax compiles.
+settings.register_profile(
+    "rlhf", deadline=None, derandomize=True, max_examples=15, database=None, print_blob=False
+)
+settings.load_profile("rlhf")
+
+
+@pytest.fixture(params=["eager-float32", "jit-float32", "eager-float64", "jit-float64"])
+def numerics(request):
+    """Run a computation eagerly or under jit, in float32 or float64."""
+    mode, dtype = request.param.split("-")
+    with jax.enable_x64(dtype == "float64"):
+        yield Numerics(jit=mode == "jit", dtype=dtype)

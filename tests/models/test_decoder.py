@@ -1,0 +1,221 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlhf_jax as rl
+
+CONFIG = rl.models.DecoderConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    initializer_range=0.2,
+)
+MODEL = rl.models.Decoder(CONFIG, stacks=(3, 1))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return MODEL.init(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return jax.random.randint(jax.random.key(1), (3, 10), 0, CONFIG.vocab_size)
+
+
+def flops(function, *args):
+    return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
+
+
+def test_parameters_are_plain_and_named(params):
+    assert set(params) == {"embed", "layers", "final_norm"}
+    assert isinstance(params["layers"], tuple)
+    assert [stack["mlp"]["up"]["weight"].shape for stack in params["layers"]] == [
+        (3, 48, 32),
+        (1, 48, 32),
+    ]
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    untied = rl.models.Decoder(dataclasses.replace(CONFIG, tie_embeddings=False))
+    assert untied.shapes()["head"]["weight"].shape == (40, 32)
+    matrix, layout = MODEL.head(params)
+    assert layout == "vd" and matrix is params["embed"]["weight"]
+
+
+def test_logical_axes_fit_every_leaf():
+    for architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        config = dataclasses.replace(CONFIG, architecture=architecture, tie_embeddings=False)
+        model = rl.models.Decoder(config, stacks=(3, 1))
+        sizes = {"vocab": 40, "embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 48}
+
+        def check(leaf, names, sizes=sizes):
+            for size, name in zip(leaf.shape, names, strict=True):
+                assert name == "layers" or sizes[name] == size
+
+        jax.tree.map(check, model.shapes(), model.logical_axes())
+
+
+def test_decoder_is_static_and_cheap():
+    same = rl.models.Decoder(CONFIG, stacks=[3, 1], dtype="float32")
+    assert same == MODEL and hash(same) == hash(MODEL)
+    assert rl.models.Decoder(CONFIG).stacks == (4,)
+    with pytest.raises(ValueError, match=r"stacks.*\(3, 2\).*4 layers"):
+        rl.models.Decoder(CONFIG, stacks=(3, 2))
+    with pytest.raises(ValueError, match=r"remat.*'some'"):
+        rl.models.Decoder(CONFIG, remat="some")
+
+
+@pytest.mark.parametrize("stacks", [(4,), (1, 3), (1, 1, 1, 1), (2, 2)])
+def test_stacking_changes_nothing(params, tokens, stacks):
+    other = rl.models.Decoder(CONFIG, stacks=stacks)
+    restacked = MODEL.restack(params, stacks)
+    for a, b in zip(
+        jax.tree.leaves(restacked), jax.tree.leaves(other.init(jax.random.key(0))), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(
+        other.logits(restacked, tokens), MODEL.logits(params, tokens), atol=1e-5
+    )
+    back = MODEL.restack(restacked, (3, 1))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), back, params)))
+
+
+def test_no_backward_pass_runs_through_frozen_leading_stacks(tokens):
+    config = dataclasses.replace(CONFIG, num_layers=12)
+    model = rl.models.Decoder(config, stacks=(11, 1))
+    params = model.init(jax.random.key(0))
+
+    def loss(stacks, params):
+        hidden = model.hidden({**params, "layers": stacks}, tokens)
+        return jnp.sum(hidden**2)
+
+    def last(stack, params):
+        return loss((*params["layers"][:-1], stack), params)
+
+    forward = flops(loss, params["layers"], params)
+    top = flops(jax.grad(last), params["layers"][-1], params)
+    whole = flops(jax.grad(loss), params["layers"], params)
+    # XLA counts a scan's body once: compare the unrolled cost through the jaxpr instead
+    scans = [
+        equation.params["length"]
+        for equation in jax.make_jaxpr(jax.grad(last))(params["layers"][-1], params).jaxpr.eqns
+        if equation.primitive.name == "scan"
+    ]
+    assert scans == [11], "one forward scan over the frozen stack, no reversed one"
+    assert forward < top < whole
+
+
+def test_trunk_then_top_is_the_whole(params, tokens):
+    trunk = MODEL.hidden(params, tokens, to_stack=1)
+    whole = MODEL.hidden(params, tokens)
+    np.testing.assert_array_equal(MODEL.hidden(params, None, inputs=trunk, from_stack=1), whole)
+    assert abs(trunk - whole).max() > 0.1
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_remat_gives_the_same_gradient(params, tokens, remat):
+    def loss(model):
+        return jax.grad(lambda p: jnp.sum(model.logits(p, tokens) ** 2))(params)
+
+    other = dataclasses.replace(MODEL, remat=remat)
+    for a, b in zip(jax.tree.leaves(loss(MODEL)), jax.tree.leaves(loss(other)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize(("before", "after"), [(5, 0), (0, 5), (2, 4)])
+def test_padding_on_any_side_agrees_on_valid_tokens(params, tokens, before, after):
+    width = ((0, 0), (before, after))
+    padded = jnp.pad(tokens, width, constant_values=7)
+    mask = jnp.pad(jnp.ones_like(tokens, bool), width)
+    logits = MODEL.logits(params, padded, attention_mask=mask)
+    assert np.isfinite(logits).all()
+    end = before + tokens.shape[1]
+    np.testing.assert_allclose(logits[:, before:end], MODEL.logits(params, tokens), atol=2e-5)
+
+
+@pytest.mark.fault(6)
+def test_fully_masked_rows_are_finite_in_value_and_gradient(params, tokens):
+    mask = jnp.ones_like(tokens, bool).at[1].set(False)
+
+    def loss(params):
+        logits = MODEL.logits(params, tokens, attention_mask=mask)
+        return jnp.sum(jnp.where(mask[..., None], logits, 0.0)), logits
+
+    (_, logits), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    assert np.isfinite(logits).all()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_packed_rows_equal_rows_of_their_own(params, tokens):
+    packed = jnp.concatenate([tokens[0, :4], tokens[1, :3], jnp.zeros(2, int), tokens[2]])[None]
+    ids = jnp.array([[9] * 4 + [2] * 3 + [9] * 2 + [5] * 10])
+    mask = jnp.array([[True] * 7 + [False] * 2 + [True] * 10])
+    logits = MODEL.logits(params, packed, attention_mask=mask, segment_ids=ids)[0]
+    for row, start, length in ((0, 0, 4), (1, 4, 3), (2, 9, 10)):
+        alone = MODEL.logits(params, tokens[row : row + 1, :length])[0]
+        np.testing.assert_allclose(logits[start : start + length], alone, atol=2e-5)
+
+
+def test_positions_can_be_given(params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(10), tokens.shape)
+    default = MODEL.logits(params, tokens)
+    np.testing.assert_array_equal(MODEL.logits(params, tokens, positions=positions), default)
+    shifted = MODEL.logits(params, tokens, positions=positions + 17)
+    np.testing.assert_allclose(shifted, default, atol=5e-5)  # rotary positions are relative
+    assert abs(MODEL.logits(params, tokens, positions=2 * positions) - default).max() > 1e-2
+
+
+def test_bf16_compute_keeps_float32_logits_and_is_close(params, tokens):
+    model = dataclasses.replace(MODEL, dtype=jnp.bfloat16)
+    logits = model.logits(params, tokens)
+    assert logits.dtype == jnp.float32
+    assert model.hidden(params, tokens).dtype == jnp.bfloat16
+    exact = MODEL.logits(params, tokens)
+    assert abs(logits - exact).mean() < 0.02 * abs(exact).mean()
+
+
+def test_compute_dtype_does_not_leak_into_gradients(params, tokens):
+    model = dataclasses.replace(MODEL, dtype=jnp.bfloat16)
+    gradient = jax.grad(lambda p: model.logits(p, tokens).sum())(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(tokens=None), "tokens, inputs"),
+        (dict(inputs=jnp.zeros((3, 10, 32))), "tokens, inputs"),
+        (dict(tokens=None, inputs=jnp.zeros((3, 10, 8)), from_stack=1), "inputs: shape"),
+        (dict(from_stack=3), "have 2 stacks"),
+        (dict(tokens=jnp.zeros(10, int)), r"tokens: got .*\[10\]"),
+        (dict(tokens=jnp.zeros((3, 10))), "integers"),
+        (dict(attention_mask=jnp.ones((3, 9), bool)), r"attention_mask: shape \(3, 9\)"),
+        (dict(segment_ids=jnp.ones((1, 10), int)), "segment_ids"),
+        (dict(positions=jnp.ones((3, 1), int)), "positions"),
+    ],
+)
+def test_bad_input_is_named(params, tokens, options, words):
+    ids = options.pop("tokens", tokens)
+    with pytest.raises(ValueError, match=words):
+        MODEL.hidden(params, ids, **options)
+
+
+def test_sharded_logits_equal_single_device_logits(params, tokens):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    where = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+    placed = jax.tree.map(
+        lambda leaf, names: jax.device_put(
+            leaf, jax.NamedSharding(mesh, jax.P(*(where.get(name) for name in names)))
+        ),
+        params,
+        MODEL.logical_axes(),
+    )
+    rows = jax.device_put(jnp.tile(tokens, (2, 1)), jax.NamedSharding(mesh, jax.P("data")))
+    logits = jax.jit(MODEL.logits)(placed, rows)
+    np.testing.assert_allclose(logits[:3], MODEL.logits(params, tokens), atol=2e-5)
