@@ -145,7 +145,15 @@ def _sentiment(_: str, seed: int, held_out: int) -> Task:
         train=train,
         held_out=test,
         reward=sentiment,
-        defaults=Defaults(kl_coef=0.05, max_new_tokens=10, buckets=(16, 24, 32, 64, 128)),
+        defaults=Defaults(
+            prompts_per_step=8,
+            group_size=6,
+            max_new_tokens=10,
+            learning_rate=3e-4,
+            kl_coef=0.05,
+            steps=32,
+            buckets=(16, 24, 32, 64, 128),
+        ),
     )
 
 
@@ -278,7 +286,7 @@ def _sort(_: str, seed: int, held_out: int) -> Task:
         scratch=Scratch(
             config=SORT_CONFIG,
             tokenizer=sort_tokenizer,
-            warmup_steps=120,
+            warmup_steps=55,
             warmup_learning_rate=3e-3,
             warmup_batch=sort_warmup,
         ),

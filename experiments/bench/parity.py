@@ -149,7 +149,7 @@ def row(name: str, live: bool) -> dict[str, float]:
 
 
 def greedy_matches(model: rl.models.Decoder, params: Any) -> tuple[int, int]:
-    """How many of the real model's prompts continue greedily as in the golden file: (equal, all)."""
+    """How many of the golden file's prompts the real model continues as there: (equal, all)."""
     data = golden("smollm2")
     ids = greedy(model, params, data["tokens"], data["mask"], data["greedy"].shape[1])
     return int((ids == data["greedy"]).all(axis=1).sum()), len(ids)

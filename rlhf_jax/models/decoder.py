@@ -28,6 +28,7 @@ from flax import nnx
 from rlhf_jax.models import cache as caching
 from rlhf_jax.models.cache import Cache, Prefix
 from rlhf_jax.models.config import DecoderConfig
+from rlhf_jax.models.explicit import auto_inside, placed, rows
 from rlhf_jax.models.layers import (
     Attend,
     Block,
@@ -118,6 +119,7 @@ class Decoder:
 
     # parameters
 
+    @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters: normal with ``config.initializer_range``, norms at 1.
 
@@ -211,8 +213,8 @@ class Decoder:
             both of tokens and inputs.
         """
         to_stack = len(params["layers"]) if to_stack is None else to_stack
-        x = self._enter(params, tokens, inputs, from_stack, to_stack)
-        batch, length = x.shape[:2]
+        source = self._check_entry(params, tokens, inputs, from_stack, to_stack)
+        batch, length = source.shape[:2]
         for name, value in (
             ("attention_mask", attention_mask),
             ("positions", positions),
@@ -222,13 +224,19 @@ class Decoder:
                 raise ValueError(
                     f"{name}: shape {value.shape} does not agree with tokens {(batch, length)}"
                 )
-        mask, positions = attention_inputs(batch, length, attention_mask, positions, segment_ids)
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return masked_attention(q, k, v, mask), None
+        def run(params: Params, source: Array, given: tuple[Any, Any, Any]) -> Array:
+            x = self._embed(params, source) if inputs is None else source.astype(self.dtype)
+            mask, where = attention_inputs(batch, length, *given)
 
-        x, _ = self._run(params["layers"][from_stack:to_stack], x, positions, attend)
-        return self._final_norm(params, x) if to_stack == len(params["layers"]) else x
+            def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+                return masked_attention(q, k, v, mask), None
+
+            x, _ = self._run(params["layers"][from_stack:to_stack], x, where, attend)
+            return self._final_norm(params, x) if to_stack == len(params["layers"]) else x
+
+        given = (attention_mask, positions, segment_ids)
+        return auto_inside(run, lambda: rows(source, 0, 0, 1), source, params, source, given)
 
     def logits(self, params: Params, tokens: Array | None, **options: Any) -> Array:
         """Logits of the next token at every position: float32 ``[B, T, V]``.
@@ -245,10 +253,15 @@ class Decoder:
 
     def project(self, params: Params, hidden: Array) -> Array:
         """Hidden states after the final norm → float32 logits: ``[..., D]`` → ``[..., V]``."""
+
+        def run(matrix: Array, hidden: Array) -> Array:
+            matrix = matrix.astype(hidden.dtype)
+            wide: Any = dict(preferred_element_type=jnp.float32)
+            return jnp.einsum("...d,vd->...v", hidden, matrix, **wide)
+
         matrix, _ = self.head(params)
-        return jnp.einsum(
-            "...d,vd->...v", hidden, matrix.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        lead = range(hidden.ndim - 1)
+        return auto_inside(run, lambda: rows(hidden, 0, *lead), hidden, matrix, hidden)
 
     # generation
 
@@ -266,22 +279,29 @@ class Decoder:
           The hidden state of each prompt's last real token ``[P, D]`` (after the final norm) and
           the :class:`Prefix` for :meth:`init_cache`.
         """
-        x = self._enter(params, tokens, None, 0, len(params["layers"]))
-        batch, length = x.shape[:2]
-        valid = jnp.ones((batch, length), bool) if attention_mask is None else attention_mask
-        if valid.shape != (batch, length):
+        self._check_entry(params, tokens, None, 0, len(params["layers"]))
+        valid = jnp.ones_like(tokens, bool) if attention_mask is None else attention_mask
+        if valid.shape != tokens.shape:
             raise ValueError(
-                f"attention_mask: shape {valid.shape} does not agree with tokens {(batch, length)}"
+                f"attention_mask: shape {valid.shape} does not agree with tokens {tokens.shape}"
             )
-        valid = valid.astype(bool)
-        mask, positions = attention_inputs(batch, length, valid, None, None)
+
+        def out() -> Any:
+            row, layer = rows(tokens, 0, 0), rows(tokens, 1, 0)
+            return row, Prefix(keys=layer, values=layer, mask=row, lengths=row)
+
+        return auto_inside(self._prefill, out, tokens, params, tokens, valid.astype(bool))
+
+    def _prefill(self, params: Params, tokens: Array, valid: Array) -> tuple[Array, Prefix]:
+        x = self._embed(params, tokens)
+        mask, positions = attention_inputs(*tokens.shape, valid, None, None)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
             kept = (jnp.einsum("pskh->pkhs", k), jnp.einsum("pskh->pksh", v))
             return masked_attention(q, k, v, mask), kept
 
         x, kept = self._run(params["layers"], x, positions, attend)
-        last = jnp.max(jnp.where(valid, jnp.arange(length), 0), axis=1)
+        last = jnp.max(jnp.where(valid, jnp.arange(tokens.shape[1]), 0), axis=1)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
         prefix = Prefix(
             keys=tuple(keys for keys, _ in kept),
@@ -328,6 +348,15 @@ class Decoder:
         """
         caching.check_decode(params["layers"], token, cache)
         step = jnp.asarray(step, jnp.int32)
+
+        def out() -> Any:
+            return rows(token, 0, 0, 1), placed(cache)
+
+        return auto_inside(self._decode, out, token, params, token, cache, step)
+
+    def _decode(
+        self, params: Params, token: Array, cache: Cache, step: Array
+    ) -> tuple[Array, Cache]:
         x = self._embed(params, token)
         positions = jnp.broadcast_to(cache.prefix.lengths[:, None] + step, token.shape)
         angles = rotary_angles(self.config, positions)
@@ -344,10 +373,10 @@ class Decoder:
     def _embed(self, params: Params, tokens: Array) -> Array:
         return jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip").astype(self.dtype)
 
-    def _enter(
+    def _check_entry(
         self, params: Params, tokens: Array | None, inputs: Array | None, start: int, end: int
     ) -> Array:
-        """The input of the first layer to run, checked."""
+        """Tokens or inputs, whichever there is, checked."""
         count = len(params["layers"])
         if not 0 <= start <= end <= count:
             raise ValueError(
@@ -363,13 +392,13 @@ class Decoder:
                 raise ValueError(
                     f"tokens: got {tokens.dtype}{list(tokens.shape)}; give integers [B, T]"
                 )
-            return self._embed(params, tokens)
+            return tokens
         assert inputs is not None
         if inputs.ndim != 3 or inputs.shape[-1] != self.config.hidden_size:
             raise ValueError(
                 f"inputs: shape {inputs.shape}; give [B, T, {self.config.hidden_size}]"
             )
-        return inputs.astype(self.dtype)
+        return inputs
 
     def _run(
         self, stacks: tuple[Any, ...], x: Array, positions: Array, attend: Attend

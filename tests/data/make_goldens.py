@@ -82,19 +82,24 @@ def make_family(name: str, seed: int) -> None:
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
-    logits = run(model, tokens, mask) * mask[..., None]
-    np.savez_compressed(folder / "golden.npz", tokens=tokens, mask=mask, logits=logits)
-    print(name, "max |logit|", np.abs(logits).max())
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    found = run(model, tokens, mask)
+    np.savez_compressed(folder / "golden.npz", tokens=tokens, mask=mask, **found)
+    print(name, "max |logit|", np.abs(found["logits"]).max())
 
 
-def run(model: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Logits in double precision, so that only the error of the tested side is measured."""
-    with torch.no_grad():
-        out = model.double().eval()(
-            input_ids=torch.tensor(tokens, dtype=torch.long),
-            attention_mask=torch.tensor(mask, dtype=torch.long),
-        )
-    return out.logits.numpy().astype(np.float32)
+def run(model: Any, tokens: np.ndarray, mask: np.ndarray, columns: Any = slice(None)) -> Any:
+    """The reference's logits as it computes them in float32, and in double precision."""
+    found = {}
+    for name, dtype in (("logits", torch.float32), ("exact", torch.float64)):
+        with torch.no_grad():
+            out = model.to(dtype).eval()(
+                input_ids=torch.tensor(tokens, dtype=torch.long),
+                attention_mask=torch.tensor(mask, dtype=torch.long),
+            )
+        found[name] = (out.logits.numpy()[..., columns] * mask[..., None]).astype(np.float32)
+    return found
 
 
 def make_smollm2(gguf: Path) -> None:
@@ -123,10 +128,10 @@ def make_smollm2(gguf: Path) -> None:
             pad_token_id=0,
         )
         greedy[i] = out[0, len(ids) :].numpy()
-    logits = run(model, tokens, mask)[..., columns] * mask[..., None]
+    found = run(model, tokens, mask, columns)
     np.savez_compressed(
         HERE / "smollm2.npz",
-        tokens=tokens, mask=mask, logits=logits, columns=columns, greedy=greedy,
+        tokens=tokens, mask=mask, columns=columns, greedy=greedy, **found,
     )  # fmt: skip
     texts = [tokenizer.decode(ids) for ids in greedy]
     (HERE / "smollm2.json").write_text(

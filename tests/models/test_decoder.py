@@ -29,6 +29,16 @@ def tokens():
     return jax.random.randint(jax.random.key(1), (3, 10), 0, CONFIG.vocab_size)
 
 
+@jax.jit(static_argnums=0)
+def logits_of(model, params, tokens, **options):
+    return model.logits(params, tokens, **options)
+
+
+@jax.jit(static_argnums=0, static_argnames=("from_stack", "to_stack"))
+def hidden_of(model, params, tokens, **options):
+    return model.hidden(params, tokens, **options)
+
+
 def flops(function, *args):
     return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
 
@@ -70,7 +80,7 @@ def test_decoder_is_static_and_cheap():
         rl.models.Decoder(CONFIG, remat="some")
 
 
-@pytest.mark.parametrize("stacks", [(4,), (1, 3), (1, 1, 1, 1), (2, 2)])
+@pytest.mark.parametrize("stacks", [(4,), (1, 1, 2)])
 def test_stacking_changes_nothing(params, tokens, stacks):
     other = rl.models.Decoder(CONFIG, stacks=stacks)
     restacked = MODEL.restack(params, stacks)
@@ -79,15 +89,15 @@ def test_stacking_changes_nothing(params, tokens, stacks):
     ):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(
-        other.logits(restacked, tokens), MODEL.logits(params, tokens), atol=1e-5
+        logits_of(other, restacked, tokens), logits_of(MODEL, params, tokens), atol=1e-5
     )
     back = MODEL.restack(restacked, (3, 1))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), back, params)))
 
 
 def test_no_backward_pass_runs_through_frozen_leading_stacks(tokens):
-    config = dataclasses.replace(CONFIG, num_layers=12)
-    model = rl.models.Decoder(config, stacks=(11, 1))
+    config = dataclasses.replace(CONFIG, num_layers=6)
+    model = rl.models.Decoder(config, stacks=(5, 1))
     params = model.init(jax.random.key(0))
 
     def loss(stacks, params):
@@ -100,27 +110,27 @@ def test_no_backward_pass_runs_through_frozen_leading_stacks(tokens):
     forward = flops(loss, params["layers"], params)
     top = flops(jax.grad(last), params["layers"][-1], params)
     whole = flops(jax.grad(loss), params["layers"], params)
-    # XLA counts a scan's body once: compare the unrolled cost through the jaxpr instead
+    # XLA counts a scan's body once; so its number of passes is read from the jaxpr
     scans = [
         equation.params["length"]
         for equation in jax.make_jaxpr(jax.grad(last))(params["layers"][-1], params).jaxpr.eqns
         if equation.primitive.name == "scan"
     ]
-    assert scans == [11], "one forward scan over the frozen stack, no reversed one"
+    assert scans == [5], "one forward scan over the frozen stack, no reversed one"
     assert forward < top < whole
 
 
 def test_trunk_then_top_is_the_whole(params, tokens):
-    trunk = MODEL.hidden(params, tokens, to_stack=1)
-    whole = MODEL.hidden(params, tokens)
-    np.testing.assert_array_equal(MODEL.hidden(params, None, inputs=trunk, from_stack=1), whole)
+    trunk = hidden_of(MODEL, params, tokens, to_stack=1)
+    whole = hidden_of(MODEL, params, tokens)
+    np.testing.assert_array_equal(hidden_of(MODEL, params, None, inputs=trunk, from_stack=1), whole)
     assert abs(trunk - whole).max() > 0.1
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_remat_gives_the_same_gradient(params, tokens, remat):
     def loss(model):
-        return jax.grad(lambda p: jnp.sum(model.logits(p, tokens) ** 2))(params)
+        return jax.jit(jax.grad(lambda p: jnp.sum(model.logits(p, tokens) ** 2)))(params)
 
     other = dataclasses.replace(MODEL, remat=remat)
     for a, b in zip(jax.tree.leaves(loss(MODEL)), jax.tree.leaves(loss(other)), strict=True):
@@ -133,10 +143,10 @@ def test_padding_on_any_side_agrees_on_valid_tokens(params, tokens, before, afte
     width = ((0, 0), (before, after))
     padded = jnp.pad(tokens, width, constant_values=7)
     mask = jnp.pad(jnp.ones_like(tokens, bool), width)
-    logits = MODEL.logits(params, padded, attention_mask=mask)
+    logits = logits_of(MODEL, params, padded, attention_mask=mask)
     assert np.isfinite(logits).all()
     end = before + tokens.shape[1]
-    np.testing.assert_allclose(logits[:, before:end], MODEL.logits(params, tokens), atol=2e-5)
+    np.testing.assert_allclose(logits[:, before:end], logits_of(MODEL, params, tokens), atol=2e-5)
 
 
 @pytest.mark.fault(6)
@@ -147,7 +157,7 @@ def test_fully_masked_rows_are_finite_in_value_and_gradient(params, tokens):
         logits = MODEL.logits(params, tokens, attention_mask=mask)
         return jnp.sum(jnp.where(mask[..., None], logits, 0.0)), logits
 
-    (_, logits), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    (_, logits), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert np.isfinite(logits).all()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
@@ -156,33 +166,33 @@ def test_packed_rows_equal_rows_of_their_own(params, tokens):
     packed = jnp.concatenate([tokens[0, :4], tokens[1, :3], jnp.zeros(2, int), tokens[2]])[None]
     ids = jnp.array([[9] * 4 + [2] * 3 + [9] * 2 + [5] * 10])
     mask = jnp.array([[True] * 7 + [False] * 2 + [True] * 10])
-    logits = MODEL.logits(params, packed, attention_mask=mask, segment_ids=ids)[0]
+    logits = logits_of(MODEL, params, packed, attention_mask=mask, segment_ids=ids)[0]
     for row, start, length in ((0, 0, 4), (1, 4, 3), (2, 9, 10)):
-        alone = MODEL.logits(params, tokens[row : row + 1, :length])[0]
+        alone = logits_of(MODEL, params, tokens[row : row + 1, :length])[0]
         np.testing.assert_allclose(logits[start : start + length], alone, atol=2e-5)
 
 
 def test_positions_can_be_given(params, tokens):
     positions = jnp.broadcast_to(jnp.arange(10), tokens.shape)
-    default = MODEL.logits(params, tokens)
-    np.testing.assert_array_equal(MODEL.logits(params, tokens, positions=positions), default)
-    shifted = MODEL.logits(params, tokens, positions=positions + 17)
+    default = logits_of(MODEL, params, tokens)
+    np.testing.assert_array_equal(logits_of(MODEL, params, tokens, positions=positions), default)
+    shifted = logits_of(MODEL, params, tokens, positions=positions + 17)
     np.testing.assert_allclose(shifted, default, atol=5e-5)  # rotary positions are relative
-    assert abs(MODEL.logits(params, tokens, positions=2 * positions) - default).max() > 1e-2
+    assert abs(logits_of(MODEL, params, tokens, positions=2 * positions) - default).max() > 1e-2
 
 
 def test_bf16_compute_keeps_float32_logits_and_is_close(params, tokens):
     model = dataclasses.replace(MODEL, dtype=jnp.bfloat16)
-    logits = model.logits(params, tokens)
+    logits = logits_of(model, params, tokens)
     assert logits.dtype == jnp.float32
-    assert model.hidden(params, tokens).dtype == jnp.bfloat16
-    exact = MODEL.logits(params, tokens)
+    assert hidden_of(model, params, tokens).dtype == jnp.bfloat16
+    exact = logits_of(MODEL, params, tokens)
     assert abs(logits - exact).mean() < 0.02 * abs(exact).mean()
 
 
 def test_compute_dtype_does_not_leak_into_gradients(params, tokens):
     model = dataclasses.replace(MODEL, dtype=jnp.bfloat16)
-    gradient = jax.grad(lambda p: model.logits(p, tokens).sum())(params)
+    gradient = jax.jit(jax.grad(lambda p: model.logits(p, tokens).sum()))(params)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
 
 
@@ -218,4 +228,4 @@ def test_sharded_logits_equal_single_device_logits(params, tokens):
     )
     rows = jax.device_put(jnp.tile(tokens, (2, 1)), jax.NamedSharding(mesh, jax.P("data")))
     logits = jax.jit(MODEL.logits)(placed, rows)
-    np.testing.assert_allclose(logits[:3], MODEL.logits(params, tokens), atol=2e-5)
+    np.testing.assert_allclose(logits[:3], logits_of(MODEL, params, tokens), atol=2e-5)
