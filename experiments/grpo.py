@@ -155,8 +155,9 @@ def train(config: common.Config) -> int:
             common.show_samples(run, tracker, step, prompts, texts, scores.rewards)
             done = step + 1
             if done % config.save_every == 0 or done == config.steps or interrupts.requested:
-                common.save(run, checkpoints, state, reference, done)
+                common.save(run, checkpoints, tracker, state, reference, done)
             if interrupts.requested and done < config.steps:
+                checkpoints.wait()
                 return common.say_resume(run, done)
         after = common.evaluate(run, sampler, scorer, state.params, reference, config.steps)
         tracker.evaluation(config.steps, after)

@@ -34,7 +34,7 @@ class Flags:
     number: int = 3
     """Completions of each prompt."""
     max_new_tokens: int | None = None
-    """Length cap; by default twice what the run trained with, or 64."""
+    """Length cap; by default twice what the run trained with, else 64."""
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_k: int = 0
@@ -62,13 +62,18 @@ def locate(flags: Flags) -> tuple[str, int]:
     if (Path(name) / "model" / "config.json").exists():
         settings = Path(name) / "config.json"
         if settings.exists():
-            length = 2 * json.loads(settings.read_text())["max_new_tokens"]
+            try:
+                length = 2 * int(json.loads(settings.read_text())["max_new_tokens"])
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(
+                    f"{settings} is damaged or no run's; give {name}/model instead"
+                ) from None
         name = str(Path(name) / "model")
     elif (Path(name) / "checkpoints").exists():
         raise FileNotFoundError(
             f"{name} has no model yet: finish the run with experiments/grpo.py --resume {name}"
         )
-    return name, flags.max_new_tokens or length
+    return name, length if flags.max_new_tokens is None else flags.max_new_tokens
 
 
 def sample(flags: Flags, model: Any, params: Any, tokenizer: Any, prompt: str, length: int) -> None:
@@ -99,7 +104,7 @@ def asked() -> Iterator[str]:
     print("Type the beginning of a text; an empty line ends.", file=sys.stderr)
     while True:
         try:
-            prompt = input("> ")
+            prompt = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
         if not prompt.strip():
@@ -110,10 +115,18 @@ def asked() -> Iterator[str]:
 def main(flags: Flags) -> int:
     """Load and sample; returns the exit code."""
     name, length = locate(flags)
+    if not 0 <= flags.seed < 2**63:
+        raise ValueError(f"--seed {flags.seed}: it must be 0 or more, of 64 bits")
     model, params = rl.models.load(name)
     tokenizer = rl.models.load_tokenizer(name, config=model.config)
-    for prompt in [flags.prompt] if flags.prompt is not None else asked():
-        sample(flags, model, params, tokenizer, prompt, length)
+    if flags.prompt is not None:
+        sample(flags, model, params, tokenizer, flags.prompt, length)
+        return 0
+    for prompt in asked():
+        try:
+            sample(flags, model, params, tokenizer, prompt, length)
+        except ValueError as error:  # e.g. a text that is too long: ask for another one
+            print(f"error: {error}", file=sys.stderr)
     return 0
 
 

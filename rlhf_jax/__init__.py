@@ -15,15 +15,32 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_SUBMODULES = (
+# The few names that nearly every script needs, without their module.
+_NAMES = {
+    "Batch": "types",
+    "Rollout": "types",
+    "TrainState": "types",
+    "generate": "sampling",
+    "init_train_state": "train_step",
+    "make_train_step": "train_step",
+}
+
+__all__ = [
+    "Batch",
+    "Rollout",
+    "TrainState",
+    "__version__",
     "advantages",
     "checkpoint",
     "checks",
     "console",
     "data",
+    "generate",
+    "init_train_state",
     "kl",
     "logprobs",
     "losses",
+    "make_train_step",
     "masked",
     "metrics",
     "models",
@@ -36,19 +53,9 @@ _SUBMODULES = (
     "tracking",
     "train_step",
     "types",
-)
+]
 
-# The few names that nearly every script needs, without their module.
-_NAMES = {
-    "Batch": "types",
-    "Rollout": "types",
-    "TrainState": "types",
-    "generate": "sampling",
-    "init_train_state": "train_step",
-    "make_train_step": "train_step",
-}
-
-__all__ = ["__version__", *_SUBMODULES, *(name for name in _NAMES if name not in _SUBMODULES)]
+_SUBMODULES = set(__all__) - set(_NAMES) - {"__version__"}
 
 if TYPE_CHECKING:
     from rlhf_jax import (

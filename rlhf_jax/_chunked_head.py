@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlhf_jax import checks
+
 LOGITS_BYTES = 64 * 2**20
 """Default budget for one block's float32 logits."""
 
@@ -34,9 +36,12 @@ class Spec(NamedTuple):
     vocab_chunk: int | None
     head_is_embedding: bool
     with_entropy: bool
+    gradient_dtype: Any = None
 
 
-def plan(shape, vocab, chunk_size, vocab_chunk, head_is_embedding, with_entropy) -> Spec:
+def plan(
+    shape, vocab, chunk_size, vocab_chunk, head_is_embedding, with_entropy, gradient_dtype=None
+) -> Spec:
     """Cuts the last axis of ``shape`` into equal blocks of about ``chunk_size`` tokens."""
     rows, length = math.prod(shape[:-1]), shape[-1]
     if vocab_chunk is not None and vocab_chunk >= vocab:
@@ -46,7 +51,7 @@ def plan(shape, vocab, chunk_size, vocab_chunk, head_is_embedding, with_entropy)
     columns = max(1, min(length, chunk_size // rows))
     count = -(-length // columns)
     block = -(-length // count)  # as equal as they can be: the least padding
-    return Spec(block, count, vocab, vocab_chunk, head_is_embedding, with_entropy)
+    return Spec(block, count, vocab, vocab_chunk, head_is_embedding, with_entropy, gradient_dtype)
 
 
 def accumulation_dtype(dtype) -> jnp.dtype:
@@ -56,6 +61,7 @@ def accumulation_dtype(dtype) -> jnp.dtype:
 
 def inverse_temperature(temperature, dtype) -> jax.Array:
     """1/τ, and 1 for τ = 0 (greedy: log-probs of the untempered softmax). No gradient."""
+    checks.non_negative("temperature", temperature, remedy="Pass τ > 0, or 0 for greedy sampling.")
     tau = lax.stop_gradient(jnp.asarray(temperature, dtype))
     return jnp.where(tau > 0, 1.0 / jnp.where(tau > 0, tau, 1.0), 1.0).astype(dtype)
 
@@ -65,8 +71,13 @@ def select(z: jax.Array, labels: jax.Array, first: Any = 0) -> jax.Array:
 
     A comparison and a sum, not a gather: it partitions when the vocabulary is sharded.
     """
-    ids = lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1) + first
-    return jnp.sum(jnp.where(ids == labels[..., None], z, 0.0), axis=-1)
+    return jnp.sum(jnp.where(_is_label(z, labels, first), z, 0.0), axis=-1)
+
+
+def _is_label(z: jax.Array, labels: jax.Array, first: Any) -> jax.Array:
+    # In int32: the ids of a whole vocabulary would wrap around in the labels' int8 or uint16.
+    ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) + first
+    return ids == labels.astype(jnp.int32)[..., None]
 
 
 # -- Products with the head ------------------------------------------------------------------------
@@ -106,16 +117,37 @@ def _logits(spec: Spec, h: jax.Array, head: jax.Array, bias: Any, scale: jax.Arr
     return z * scale[..., None]
 
 
+def _terms(spec: Spec, dz: jax.Array, factor: jax.Array, result: jax.Array) -> list[jax.Array]:
+    """``dz`` as a sum of factors for its product with ``factor``, which becomes like ``result``.
+
+    Autodiff multiplies float32 by bf16, for which a float32 copy of the head is made. If all else
+    is bf16, two bf16 terms are as good: together they hold 16 of the 24 bits, the result keeps 8.
+    """
+    if spec.gradient_dtype is not None:
+        return [dz.astype(spec.gradient_dtype)]
+    if not factor.dtype == result.dtype == jnp.bfloat16 or dz.dtype != jnp.float32:
+        return [dz]
+    # A cast down and up again would be optimised away, and the second term with it.
+    high = lax.reduce_precision(dz, exponent_bits=8, mantissa_bits=7)
+    return [term.astype(jnp.bfloat16) for term in (high, dz - high)]
+
+
 def _times_head(spec: Spec, dz: jax.Array, head: jax.Array, like: jax.Array) -> jax.Array:
-    """``dz·Wᵀ`` → ``[..., C, D]``, float32. ``dz`` takes the head's dtype: bf16 stays bf16."""
-    axis = 0 if spec.head_is_embedding else 1
-    dz = dz.astype(head.dtype)
-    return _product(dz, head, ((dz.ndim - 1,), (axis,)), _explicit_sharding(like))
+    """``dz·Wᵀ`` → ``[..., C, D]``, float32."""
+    contract = ((dz.ndim - 1,), (0 if spec.head_is_embedding else 1,))
+    first, *rest = (
+        _product(term, head, contract, _explicit_sharding(like))
+        for term in _terms(spec, dz, head, like)
+    )
+    return functools.reduce(jnp.add, rest, first)
 
 
 def _head_gradient(spec: Spec, h: jax.Array, dz: jax.Array, head: jax.Array) -> jax.Array:
     axes = tuple(range(h.ndim - 1))
-    a, b = (dz.astype(h.dtype), h) if spec.head_is_embedding else (h, dz.astype(h.dtype))
+    terms = _terms(spec, dz, h, head)
+    # One product over all terms, side by side along the tokens: its result is as large as the head.
+    h, dz = (jnp.concatenate(x, -2) if len(x) > 1 else x[0] for x in ([h] * len(terms), terms))
+    a, b = (dz, h) if spec.head_is_embedding else (h, dz)
     return _product(a, b, (axes, axes), _explicit_sharding(head))
 
 
@@ -216,8 +248,7 @@ def _logits_gradient(z, labels, start, scale, lse, entropy, g, g_entropy):
     if g_entropy is not None:
         inner = jnp.where(p > 0, z - lse[..., None] + entropy[..., None], 0.0)
         dz = dz - (g_entropy * scale)[..., None] * p * inner
-    ids = lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1) + start
-    return dz + jnp.where(ids == labels[..., None], g[..., None], 0.0)
+    return dz + jnp.where(_is_label(z, labels, start), g[..., None], 0.0)
 
 
 def _block_backward(spec: Spec, head, bias, needs, block, grads):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from rlhf_jax import checks
+from rlhf_jax import _chunked_head, checks
 
 DIRECTIONS = ("reverse", "forward")
 
@@ -45,10 +46,28 @@ def _in_chunks(body, rows: tuple[jax.Array, ...], chunk_size: int) -> jax.Array:
 
 
 def _scale(temperature: float | jax.Array, dtype) -> jax.Array:
-    """1/τ; 1 for τ = 0, where log-probs are those of the untempered softmax."""
-    checks.non_negative("temperature", temperature)
-    tau = jax.lax.stop_gradient(jnp.asarray(temperature, dtype))
-    return jnp.where(tau > 0, 1.0 / jnp.where(tau > 0, tau, 1.0), 1.0)
+    checks.rank("temperature", temperature, 0, axes="a scalar")
+    return _chunked_head.inverse_temperature(temperature, dtype)
+
+
+def _masked(mask: ArrayLike | None, x: jax.Array, ref: jax.Array, like: str):
+    """Both inputs with 0 where the mask is false, before any arithmetic; the mask, if any."""
+    if mask is None:
+        return x, ref, None
+    m = checks.boolean("mask", mask)
+    checks.shape("mask", m, x.shape[:-1], like=f"{like} without its last axis")
+    return jnp.where(m[..., None], x, 0), jnp.where(m[..., None], ref, 0), m
+
+
+def _matrix(name: str, head: Any, head_is_embedding: bool) -> tuple[jax.Array, int]:
+    """The head's matrix and its axis of features."""
+    if isinstance(head, tuple):
+        head, layout = head
+        checks.one_of(f"{name}'s layout", layout, ("dv", "vd"))
+        head_is_embedding = layout == "vd"
+    matrix = jnp.asarray(head)
+    checks.rank(name, matrix, 2, axes="[V, D]" if head_is_embedding else "[D, V]")
+    return matrix, 1 if head_is_embedding else 0
 
 
 def exact(
@@ -58,13 +77,14 @@ def exact(
     temperature: float | jax.Array = 1.0,
     direction: str = "reverse",
     chunk_size: int = 1024,
+    mask: ArrayLike | None = None,
 ) -> jax.Array:
     """The exact KL over the vocabulary, per token.
 
     reverse: KL(π‖ref) = Σ_v π_v·(log π_v − log ref_v); forward: KL(ref‖π). Value: exact, so the
     variance is that of the states alone. As a loss: the gradient of the direction asked for, given
     the states. In the reward: add it to the reward of the token *before*, as it does not depend on
-    the token drawn.
+    the token drawn; that yields the other part of ∇KL, through the states, and only that part.
 
     Args:
       logits: floating [..., V], of the policy.
@@ -72,12 +92,13 @@ def exact(
       temperature: τ ≥ 0, the same on both sides; traced. 0 reads as 1, as in ``logprobs``.
       direction: ``"reverse"`` or ``"forward"``.
       chunk_size: how many tokens are in float32 at a time; static.
+      mask: bool [...]; where it is false the result is 0, with gradient 0, whatever the logits.
 
     Returns:
       float32 (or float64) [...], ≥ 0 up to rounding.
 
     Raises:
-      TypeError: if logits are not floating.
+      TypeError: if logits are not floating or ``mask`` not bool.
       ValueError: if shapes differ, the direction is unknown, or an option is not positive.
 
     References:
@@ -91,30 +112,33 @@ def exact(
     checks.one_of("direction", direction, DIRECTIONS)
     checks.positive("chunk_size", chunk_size)
     x, ref = jnp.asarray(logits), jax.lax.stop_gradient(jnp.asarray(ref_logits))
+    if not x.ndim:
+        raise ValueError("logits must be [..., V]; got a scalar. Check the order of the arguments.")
+    checks.shape("ref_logits", ref, x.shape, like="logits")
     dtype = checks.compute_dtype(checks.real("logits", x[:0]))
     checks.real("ref_logits", ref[:0])
-    checks.shape("ref_logits", ref, x.shape, like="logits")
     scale = _scale(temperature, dtype)
+    x, ref, m = _masked(mask, x, ref, "logits")
 
     def body(rows):
         a, b = (row.astype(dtype) * scale for row in rows)
         return _divergence(a, b, direction)
 
-    if x.ndim == 1:
-        return body((x, ref))
-    return _in_chunks(body, (x, ref), chunk_size)
+    out = body((x, ref)) if x.ndim == 1 else _in_chunks(body, (x, ref), chunk_size)
+    return out if m is None else jnp.where(m, out, 0.0)
 
 
 def exact_chunked(
     hidden: ArrayLike,
-    head: ArrayLike,
+    head: ArrayLike | tuple[jax.Array, str],
     ref_hidden: ArrayLike,
-    ref_head: ArrayLike,
+    ref_head: ArrayLike | tuple[jax.Array, str],
     *,
     temperature: float | jax.Array = 1.0,
     direction: str = "reverse",
     chunk_size: int = 1024,
     head_is_embedding: bool = False,
+    mask: ArrayLike | None = None,
 ) -> jax.Array:
     """The exact KL over the vocabulary from hidden states, per token, never holding all logits.
 
@@ -124,19 +148,21 @@ def exact_chunked(
 
     Args:
       hidden: floating [..., D], of the policy.
-      head: floating [D, V] ([V, D] if ``head_is_embedding``).
+      head: floating [D, V] ([V, D] if ``head_is_embedding``), or what ``model.head(params)``
+        gives: ``(matrix, "dv")`` or ``(matrix, "vd")``.
       ref_hidden: floating [..., E], of the reference; stop-gradient.
-      ref_head: floating [E, V] (or [V, E]); stop-gradient.
+      ref_head: floating [E, V] (or [V, E], or a pair of its own); stop-gradient.
       temperature: τ ≥ 0, the same on both sides; traced. 0 reads as 1, as in ``logprobs``.
       direction: ``"reverse"`` or ``"forward"``.
       chunk_size: tokens at a time; static.
       head_is_embedding: the heads are embedding tables, [V, D]; static.
+      mask: bool [...]; where it is false the result is 0, with gradient 0, whatever the states.
 
     Returns:
       float32 (or float64) [...].
 
     Raises:
-      TypeError: if an array is not floating.
+      TypeError: if an array is not floating or ``mask`` not bool.
       ValueError: if shapes do not fit, the direction is unknown, or an option is not positive.
 
     References:
@@ -149,30 +175,31 @@ def exact_chunked(
     """
     checks.one_of("direction", direction, DIRECTIONS)
     checks.positive("chunk_size", chunk_size)
-    h, w = jnp.asarray(hidden), jnp.asarray(head)
-    ref_h, ref_w = (jax.lax.stop_gradient(jnp.asarray(a)) for a in (ref_hidden, ref_head))
-    checks.shape("ref_hidden", ref_h, (*h.shape[:-1], ref_h.shape[-1]), like="hidden")
-    feature, vocabulary = (1, 0) if head_is_embedding else (0, 1)
-    for name, matrix, states in (("head", w, h), ("ref_head", ref_w, ref_h)):
-        checks.rank(name, matrix, 2, axes="[V, D]" if head_is_embedding else "[D, V]")
-        expected = (states.shape[-1], w.shape[vocabulary])
-        checks.shape(name, matrix, expected[::-1] if head_is_embedding else expected)
+    h, ref_h = jnp.asarray(hidden), jax.lax.stop_gradient(jnp.asarray(ref_hidden))
+    w, axis = _matrix("head", head, head_is_embedding)
+    ref_w, ref_axis = _matrix("ref_head", ref_head, head_is_embedding)
+    ref_w = jax.lax.stop_gradient(ref_w)
+    checks.shape("ref_hidden", ref_h, (*h.shape[:-1], *ref_h.shape[-1:]), like="hidden")
+    vocabulary = w.shape[1 - axis]
+    for name, matrix, at, states in (("head", w, axis, h), ("ref_head", ref_w, ref_axis, ref_h)):
+        expected = (states.shape[-1], vocabulary)
+        checks.shape(name, matrix, expected[::-1] if at else expected)
     for name, array in (("hidden", h), ("head", w), ("ref_hidden", ref_h), ("ref_head", ref_w)):
         checks.real(name, array[:0])
-    dtype = checks.compute_dtype(h)
+    h, ref_h, m = _masked(mask, h, ref_h, "hidden")
+    dtype = _chunked_head.accumulation_dtype(jnp.promote_types(h.dtype, w.dtype))
     # Cast up outside and back inside: the chunks' head gradients add up in the wide dtype.
     wide, scale = w.astype(dtype), _scale(temperature, dtype)
 
-    def logits(states, matrix):
+    def logits(states, matrix, feature):
         axes = (((states.ndim - 1,), (feature,)), ((), ()))
         return jax.lax.dot_general(states, matrix, axes, preferred_element_type=dtype) * scale
 
     def body(rows):
         states, ref_states = rows
-        policy = logits(states, wide.astype(w.dtype).astype(states.dtype))
-        reference = logits(ref_states, ref_w.astype(ref_states.dtype))
+        policy = logits(states, wide.astype(w.dtype), axis)
+        reference = logits(ref_states, ref_w, ref_axis)
         return _divergence(policy, reference, direction)
 
-    if h.ndim == 1:
-        return body((h, ref_h))
-    return _in_chunks(body, (h, ref_h), chunk_size)
+    out = body((h, ref_h)) if h.ndim == 1 else _in_chunks(body, (h, ref_h), chunk_size)
+    return out if m is None else jnp.where(m, out, 0.0)

@@ -99,11 +99,19 @@ class AdaptiveKL:
           n: how many sequences it was measured on.
 
         Returns:
-          A controller with the new ``coef``, in the dtype of the computation.
+          A controller with the new ``coef``, in the dtype of the computation; never below 0.
+
+        Raises:
+          ValueError: if n·c > horizon, so that one update could take β below 0 (checked where the
+            values can be read).
 
         Example:
           >>> AdaptiveKL(coef=1.0, target=1.0, horizon=10.0).update(1.0, 10).coef.item()
           1.0
         """
+        if all(checks.is_concrete(x) for x in (n, self.clip, self.horizon)):
+            remedy = "One update may not take β below 0: raise horizon, or lower clip."
+            checks.number("n·clip/horizon", n * self.clip / self.horizon, at_most=1, remedy=remedy)
         error = jnp.clip(jnp.asarray(kl) / self.target - 1.0, -self.clip, self.clip)
-        return dataclasses.replace(self, coef=self.coef * (1.0 + error * n / self.horizon))
+        factor = jnp.maximum(1.0 + error * n / self.horizon, 0.0)
+        return dataclasses.replace(self, coef=self.coef * factor)

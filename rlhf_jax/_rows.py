@@ -145,8 +145,8 @@ def permutation(size: int, *, seed: int, epoch: int = 0) -> np.ndarray:
       >>> bool((permutation(99, seed=0) == permutation(99, seed=0, epoch=1)).all())
       False
     """
-    if seed < 0 or epoch < 0:
-        raise ValueError(f"seed and epoch must be 0 or more, got {seed} and {epoch}")
+    if not (0 <= seed < 2**63 and epoch >= 0):
+        raise ValueError(f"seed and epoch must be 0 or more (64 bits), got {seed} and {epoch}")
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(size)
     return np.argsort(words, kind="stable")
 

@@ -7,9 +7,12 @@ and :meth:`Checkpointer.restore` then says so and takes the step before.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
+import shutil
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -51,6 +54,7 @@ class Checkpointer:
             max_to_keep=max_to_keep, create=True, cleanup_tmp_directories=True
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._unusable: set[int] = set()  # steps that restore() had to pass over
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -69,30 +73,71 @@ class Checkpointer:
           step: the number to save under; a step that is there already is left as it is.
           trees: pytrees of arrays by name; ``None`` leaves are skipped.
           meta: anything JSON can hold.
+
+        Raises:
+          CheckpointError: if this save or the one before it failed, e.g. on a full disk, or if the
+            folder holds later steps. What was saved earlier stays as it is.
         """
+        self._set_aside()
         if step in self.steps():
             return
         flat = {name: _flatten(tree) for name, tree in trees.items()}
         digests = {name: {k: _digest(v) for k, v in tree.items()} for name, tree in flat.items()}
         items = {name: self._ocp.args.StandardSave(tree) for name, tree in flat.items()}
         record = {"step": step, "digests": digests, "user": meta or {}}
-        self._manager.save(
-            step, args=self._ocp.args.Composite(**items, meta=self._ocp.args.JsonSave(record))
-        )
+        args = self._ocp.args.Composite(**items, meta=self._ocp.args.JsonSave(record))
+        with self._saving():
+            saved = self._manager.save(step, args=args)
+        if not saved:  # Orbax passes over a step before its latest without a word
+            raise CheckpointError(
+                f"step {step} cannot be saved in {self.directory}: it holds later steps "
+                f"({', '.join(map(str, self.steps()))}); use another folder"
+            )
 
     def wait(self) -> None:
-        """Block until what was saved is on disk."""
-        self._manager.wait_until_finished()
+        """Block until what was saved is on disk; raises :class:`CheckpointError` if it failed."""
+        with self._saving():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Wait for the last save and release Orbax's threads."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turn whatever Orbax and its storage raise into one line."""
+        try:
+            yield
+        except Exception as error:
+            free = shutil.disk_usage(self.directory).free / 2**20
+            raise CheckpointError(
+                f"a checkpoint could not be saved in {self.directory} ({free:,.0f} MiB free): "
+                f"{_reason(error)}; whole ones there: {', '.join(map(str, self.steps())) or 'none'}"
+            ) from error
+
+    def _set_aside(self) -> None:
+        """Move steps that could not be read out of the way: Orbax saves no step before them."""
+        for step in sorted(self._unusable):
+            number, path = 0, self.directory / f"unusable-{step}"
+            while path.exists():
+                number += 1
+                path = self.directory / f"unusable-{step}-{number}"
+            (self.directory / str(step)).rename(path)
+            logger.warning("checkpoint step %s could not be read; it is now %s", step, path)
+        if self._unusable:
+            self._unusable.clear()
+            self._manager.reload()
 
     def restore(
         self, targets: dict[str, Any], *, step: int | None = None
     ) -> tuple[int, dict[str, Any], dict[str, Any]]:
         """Restore the newest whole step (or one given step) into the targets' structure.
+
+        A newer step that cannot be read stays where it is until the next :meth:`save`, which
+        renames it to ``unusable-STEP``.
 
         Args:
           targets: pytrees of arrays or ``ShapeDtypeStruct`` by name: structure, shapes, dtypes and
@@ -116,9 +161,11 @@ class Checkpointer:
             try:
                 trees, meta = self._read(candidate, targets)
             except Exception as error:  # whatever Orbax meets in a damaged folder
-                reasons.append(f"step {candidate}: {str(error).splitlines()[0]}")
+                reasons.append(f"step {candidate}: {_reason(error)}")
                 logger.warning("checkpoint %s is unusable, trying an older one", reasons[-1])
                 continue
+            if step is None:
+                self._unusable = {later for later in steps if later > candidate}
             return candidate, trees, meta
         raise CheckpointError(
             f"no usable checkpoint in {self.directory}"
@@ -171,6 +218,12 @@ def digest(tree: Any) -> str:
     for path, leaf in sorted(_flatten(tree).items()):
         found = zlib.crc32(f"{path}={_digest(leaf)};".encode(), found)
     return f"{found:08x}"
+
+
+def _reason(error: Exception) -> str:
+    """An error's first line, shortened in the middle, or its kind if it says nothing."""
+    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:100]} … {text[-98:]}"
 
 
 def _flatten(tree: Any) -> dict[str, Any]:

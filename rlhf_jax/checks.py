@@ -309,6 +309,8 @@ def number(
     if not is_concrete(value):
         return
     try:
+        if isinstance(value, str):  # NumPy would read "0.2" as a number
+            raise TypeError
         got = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(

@@ -101,6 +101,8 @@ class Console:
         if any(name.startswith("eval/") for name in record):
             self._show_evaluation(step, record)
             return
+        if record.get("optim/skipped"):
+            parts.append("update dropped (gradient not finite)")
         self._done = step + 1
         self._measure()
         if self._pace is not None:

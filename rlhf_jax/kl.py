@@ -66,7 +66,7 @@ def _k3_of(u: jax.Array) -> jax.Array:
     # expm1 keeps what exp(-u) - 1 + u cancels; past the limit follow the tangent.
     near = jnp.minimum(-u, MAX_LOG_RATIO)
     grown = jnp.expm1(near)
-    return grown + u + (-u - near) * (grown + 1.0)
+    return grown - near + jnp.maximum(-u - MAX_LOG_RATIO, 0.0) * grown
 
 
 @_k3_of.defjvp

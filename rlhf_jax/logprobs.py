@@ -72,7 +72,8 @@ def from_logits(
 
     Args:
       logits: float ``[..., V]``.
-      labels: int ``[...]``, ids in ``[0, V)``.
+      labels: int ``[...]``, ids in ``[0, V)``. That is not checked: where a label is no id (a
+        padding's −100, say) the result means nothing and has to be masked.
       temperature: scalar, or broadcastable to ``labels``; traced, never differentiated. 0 means
         the untempered softmax.
       mask: bool ``[...]`` or None. Where false the result is 0, with gradient 0, even if the
@@ -183,6 +184,7 @@ def chunked(
     with_entropy: bool = False,
     chunk_size: int | None = None,
     vocab_chunk: int | None = None,
+    gradient_dtype: Any = None,
 ) -> LogProbs:
     """Log-probs (and entropy) from hidden states × head, without ever holding all the logits.
 
@@ -190,9 +192,11 @@ def chunked(
     a block's logits live only inside its step, forward and backward (custom VJP). With a frozen
     head, ``∂log π/∂hidden = (W_y − Σ_v p_v·W_v)/τ`` is kept from the forward pass, so that the
     backward pass needs no logits; gradients of the head are only computed if they are asked for.
+    Reverse mode only: ``jax.jvp`` and second derivatives need :func:`from_logits`.
 
     Args:
-      hidden: float ``[..., D]`` (bf16 inputs are multiplied as such and accumulated in float32).
+      hidden: float ``[..., D]``. bf16 inputs are multiplied as such and accumulated in float32;
+        gradients are as near to the truth as those of :func:`from_logits` on the same inputs.
         With a batch that is sharded over devices keep the batch axis, ``[B, T, D]``: blocks are
         cut along ``T``.
       head: float ``[D, V]``, or ``[V, D]`` with ``head_is_embedding``; may be sharded over ``V``.
@@ -207,6 +211,10 @@ def chunked(
         float32 logits within 64 MiB.
       vocab_chunk: static; also cut the vocabulary (online log-sum-exp). For one device with a
         very large vocabulary; leave it None when the head is sharded over its vocabulary.
+      gradient_dtype: static; dtype to which the logits' gradients are rounded before their products
+        with head and hidden states. None keeps their digits, which takes two products instead of
+        one if head and hidden states are bf16. ``jnp.bfloat16`` saves those, for one more rounding
+        to 2⁻⁹ inside the gradients.
 
     Returns:
       :class:`LogProbs` of float32 ``[...]`` arrays.
@@ -226,6 +234,8 @@ def chunked(
         checks.one_of("head's layout", layout, ("dv", "vd"))
         head_is_embedding = layout == "vd"
     hidden, head, labels = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels)
+    bias = None if bias is None else jnp.asarray(bias)
+    gradient_dtype = None if gradient_dtype is None else jnp.dtype(gradient_dtype)
     _check_chunked(hidden, head, labels, bias, head_is_embedding, chunk_size, vocab_chunk)
     vocab = head.shape[0 if head_is_embedding else 1]
     if 0 in labels.shape:
@@ -236,7 +246,13 @@ def chunked(
     if squeeze:
         hidden, labels = hidden[None], labels[None]
     spec = _chunked_head.plan(
-        labels.shape, vocab, chunk_size, vocab_chunk, head_is_embedding, with_entropy
+        labels.shape,
+        vocab,
+        chunk_size,
+        vocab_chunk,
+        head_is_embedding,
+        with_entropy,
+        gradient_dtype,
     )
     dtype = _chunked_head.accumulation_dtype(hidden.dtype)
     scale = _chunked_head.inverse_temperature(temperature, dtype)
@@ -269,7 +285,7 @@ def policy_log_probs(
       start: static; the first position that may hold a completion token (the prompt bucket).
       temperature: as in :func:`chunked`; a scalar, or ``[B, 1]`` for one temperature a row.
       **options: ``bias``, ``head_is_embedding``, ``with_entropy``, ``chunk_size``,
-        ``vocab_chunk`` of :func:`chunked`.
+        ``vocab_chunk``, ``gradient_dtype`` of :func:`chunked`.
 
     Returns:
       :class:`LogProbs` of float32 ``[B, T]`` arrays, aligned with ``tokens``.
@@ -309,8 +325,8 @@ def _check_chunked(hidden, head, labels, bias, head_is_embedding, chunk_size, vo
             f"head has shape {head.shape}, which gives {features} features for hidden states of "
             f"{hidden.shape[-1]}; a head is [D, V], or [V, D] with head_is_embedding=True"
         )
-    if bias is not None and bias.shape != (vocab,):
-        raise ValueError(f"bias has shape {bias.shape}; it must be [V] = ({vocab},)")
+    if bias is not None:
+        checks.shape("bias", checks.real("bias", bias), (vocab,), like="the head's vocabulary")
     for name, size in (("chunk_size", chunk_size), ("vocab_chunk", vocab_chunk)):
         if size is not None and size < 1:
             raise ValueError(f"{name}={size} must be at least 1, or None for the default")

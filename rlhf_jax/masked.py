@@ -172,12 +172,13 @@ def var(x: ArrayLike, mask: ArrayLike, *, axis: Axis = None, ddof: int = 0) -> j
 
     Raises:
       TypeError: if ``x`` is not floating or ``mask`` not bool.
-      ValueError: if the shapes differ.
+      ValueError: if the shapes differ, or ``ddof`` is neither 0 nor 1.
 
     Example:
       >>> float(var(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False]), ddof=1))
       2.0
     """
+    checks.one_of("ddof", ddof, (0, 1))
     x, m = _checked(x, mask)
     _, deviations, count, _ = _deviations(x, m, axis)
     squares = jnp.sum(deviations**2, axis=axis, keepdims=True)
@@ -210,17 +211,20 @@ def whiten(
 
     Raises:
       TypeError: if ``x`` is not floating or ``mask`` not bool.
-      ValueError: if the shapes differ, or ``eps`` is negative.
+      ValueError: if the shapes differ, ``ddof`` is neither 0 nor 1, or ``eps`` is negative.
 
     Example:
       >>> whiten(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])).tolist()
       [-1.0, 1.0, 0.0]
     """
+    checks.one_of("ddof", ddof, (0, 1))
     checks.non_negative("eps", eps)
     x, m = _checked(x, mask)
     centre, deviations, count, equal = _deviations(x, m, axis)
     squares = jnp.sum(deviations**2, axis=axis, keepdims=True)
-    variance = jnp.where(equal, 1.0, squares / jnp.maximum(count - ddof, 1.0) + eps)
+    variance = squares / jnp.maximum(count - ddof, 1.0) + eps
+    # Without eps the squares of minute deviations may vanish: those then stay as they are.
+    variance = jnp.where(equal | (variance == 0), 1.0, variance)
     white = deviations * jax.lax.rsqrt(variance)
     return white if shift_mean else jnp.where(m, white + centre, 0.0)
 
@@ -287,7 +291,7 @@ def denominator(
     checks.one_of("aggregation", aggregation, AGGREGATIONS)
     mask = checks.boolean("mask", mask, ndim=2, axes="[B, T]")
     if aggregation == "token_mean":
-        return jnp.sum(mask, dtype=jnp.float32)
+        return jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
     if aggregation == "prompt_mean":
         return _prompt_denominator(mask, group_ids)
     if segment_ids is None:

@@ -189,7 +189,12 @@ def minimum(values: ArrayLike, mask: ArrayLike | None = None) -> Metric:
 def _moments(x: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     count = jnp.maximum(_count(m), 1.0)
     centre = jnp.sum(jnp.where(m, x, 0.0)) / count
-    return centre, jnp.sum(jnp.where(m, x - centre, 0.0) ** 2)
+    top = jnp.max(jnp.where(m, x, -jnp.inf), initial=-jnp.inf)
+    bottom = jnp.min(jnp.where(m, x, jnp.inf), initial=jnp.inf)
+    # The float32 mean of equal entries need not be their value; their spread is 0 all the same.
+    equal = top == bottom
+    centre = jnp.where(equal, top, centre)
+    return centre, jnp.sum(jnp.where(m & ~equal, x - centre, 0.0) ** 2)
 
 
 def std(values: ArrayLike, mask: ArrayLike | None = None) -> Metric:
@@ -277,7 +282,9 @@ def _reduce_moments(total: jax.Array, weight: jax.Array) -> jax.Array:
     # total [N, 2k] holds k pairs (mean, squared deviations); weight [N].
     share = weight / jnp.maximum(jnp.sum(weight), 1.0)
     means, squares = total[:, 0::2], total[:, 1::2]
-    centre = jnp.sum(share[:, None] * means, axis=0)
+    # Relative to one part's mean: parts with equal means must not differ from their own average.
+    origin = means[jnp.argmax(weight)]
+    centre = origin + jnp.sum(share[:, None] * (means - origin), axis=0)
     spread = jnp.sum(squares + weight[:, None] * (means - centre) ** 2, axis=0)
     return jnp.stack([centre, spread], axis=-1).reshape(-1)
 

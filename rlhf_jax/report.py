@@ -108,7 +108,9 @@ def table_rows(
     rows = []
     for name in dict.fromkeys([*start, *end]):
         a, b = start.get(name), end.get(name)
-        change = f"{b - a:+.3f}" if a is not None and b is not None else ""
+        change = ""
+        if a is not None and b is not None and math.isfinite(a) and math.isfinite(b):
+            change = f"{b - a:+.3f}"
         rows.append((name, _figure(a), _figure(b), change))
     return rows
 

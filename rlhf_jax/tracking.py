@@ -7,6 +7,7 @@ computed, so that logging never makes the host wait for the device.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -211,7 +212,8 @@ class TensorBoard:
     def write(self, step: int, record: Mapping[str, float]) -> None:
         """Add one point to the curve of each name."""
         for name, value in record.items():
-            self._writer.add_scalar(name, value, step)
+            if math.isfinite(value):  # tensorboardX logs a warning for each that is not
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is left."""
@@ -390,9 +392,10 @@ class Tracker:
 
     def close(self) -> None:
         """Write what is left and close every backend."""
-        self.flush()
-        for backend in (self._metrics, self._eval, self._samples, *self._backends):
-            backend.close()
+        with contextlib.ExitStack() as stack:  # a full disk must not leave a live line behind
+            for backend in (self._metrics, self._eval, self._samples, *self._backends):
+                stack.callback(backend.close)
+            self.flush()
         self._backends = []
 
     def __enter__(self) -> Tracker:

@@ -36,3 +36,10 @@ def numerics(request):
     mode, dtype = request.param.split("-")
     with jax.enable_x64(dtype == "float64"):
         yield Numerics(jit=mode == "jit", dtype=dtype)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_functions():
+    """Hold the memory of one module's programs at a time, not those of the whole suite."""
+    yield
+    jax.clear_caches()

@@ -120,3 +120,54 @@ def test_a_digest_sees_values_and_names():
     assert digest(tree) == digest({"a": np.arange(4, dtype=np.float32)})
     assert digest(tree) != digest({"c": jnp.arange(4.0)})
     assert digest(tree) != digest({"a": jnp.arange(4.0).at[3].set(np.nextafter(3, 4, dtype="f"))})
+
+
+@pytest.mark.fault(62)
+def test_after_a_damaged_step_later_ones_are_saved_again(tmp_path):
+    """Orbax saves nothing before its latest step, be it an empty folder, and does not say so."""
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, _trees(1))
+        checkpoints.save(2, _trees(2))
+    _damage(tmp_path / "2")
+    (tmp_path / "9").mkdir()
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.restore(_trees(3))[0] == 1
+        assert checkpoints.steps() == [1, 2, 9]  # reading alone moves nothing
+        checkpoints.save(2, _trees(4))
+        step, found, _ = checkpoints.restore(_trees(3))
+        assert step == 2 and _equal(found, _trees(4))
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "unusable-2", "unusable-9"}
+
+
+def test_a_step_before_the_latest_is_refused_aloud(tmp_path):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(5, {"a": {"x": jnp.zeros(1)}})
+        with pytest.raises(CheckpointError, match=r"step 3 cannot .* later steps \(5\)"):
+            checkpoints.save(3, {"a": {"x": jnp.zeros(1)}})
+
+
+def test_a_failed_save_is_one_line_and_keeps_the_earlier_steps(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, _trees(1))
+        checkpoints.wait()
+
+        def full(*_, **__):
+            raise OSError(28, "No space left on device\nin three\nlines")
+
+        monkeypatch.setattr(checkpoints._manager, "save", full)
+        with pytest.raises(CheckpointError, match=r"MiB free.*No space left.*there: 1") as caught:
+            checkpoints.save(2, _trees(2))
+        assert "\n" not in str(caught.value)
+        assert _equal(checkpoints.restore(_trees(3))[1], _trees(1))
+
+
+def test_an_error_without_a_text_is_named(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a": {"x": jnp.zeros(1)}})
+
+        def silent(*_, **__):
+            raise EOFError
+
+        monkeypatch.setattr(checkpoints, "_read", silent)
+        with pytest.raises(CheckpointError, match="step 1: EOFError"):
+            checkpoints.restore({"a": {"x": jnp.zeros(1)}})

@@ -67,6 +67,7 @@ checks = rl.checks
         (ValueError, "decay must be < 1", lambda: checks.number("decay", 1.0, below=1.0)),
         (ValueError, "score must be a number", lambda: checks.number("score", float("nan"))),
         (TypeError, "kl_coef must be a number; got str", lambda: checks.number("kl_coef", "0.1x")),
+        (TypeError, "kl_coef must be a number; got str", lambda: checks.number("kl_coef", "0.1")),
         (
             ValueError,
             r"rewards must be finite; got nan at index \[1\], 2 such",

@@ -57,6 +57,13 @@ def test_missing_metrics_are_left_out_and_columns_are_data():
     assert "reward" in console.COLUMNS
 
 
+def test_a_dropped_update_is_said():
+    out = io.StringIO()
+    shown = console.Console(total_steps=2, stream=out)
+    shown.write(0, {"reward/mean": 0.5, "optim/skipped": 1.0})
+    assert out.getvalue() == "step 1/2  reward 0.500  update dropped (gradient not finite)\n"
+
+
 def test_samples_and_evaluations_are_lines_of_their_own():
     out = io.StringIO()
     shown = console.Console(total_steps=2, stream=out, samples=1)

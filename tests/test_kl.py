@@ -131,6 +131,14 @@ def test_k3_gradient_keeps_its_digits_near_the_reference():
     assert float(jax.grad(jax.grad(rl.kl.k3))(-1.0, -1.5)) == pytest.approx(np.exp(-0.5), rel=1e-5)
 
 
+def test_k3_of_a_token_that_the_reference_excludes_is_infinite_not_nan():
+    value, gradient = jax.value_and_grad(rl.kl.k3)(-1.0, -jnp.inf)
+    assert float(value) == np.inf and float(gradient) == 1.0
+    # Past the limit the tangent goes on: e²⁰ − 1 a nat.
+    at, past = (float(rl.kl.k3(jnp.float32(u), jnp.float32(0.0))) for u in (-20.0, -25.0))
+    assert past - at == pytest.approx(5 * np.expm1(20.0), rel=1e-5)
+
+
 @given(seed=st.integers(0, 1000))
 def test_continuation_is_smooth_and_k3_is_not_negative(seed):
     u = np.random.default_rng(seed).normal(size=8).astype(np.float32) * 15
@@ -216,6 +224,54 @@ def test_exact_kl_from_hidden_states(tied, chunk_size, dtype):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), **tolerance)
 
 
+@pytest.mark.parametrize("direction", rl.kl.DIRECTIONS)
+@pytest.mark.parametrize("chunk_size", [4, 1024])
+@pytest.mark.fault(6)
+def test_exact_kl_takes_a_mask(direction, chunk_size):
+    rng = np.random.default_rng(5)
+    h, ref_h = (jnp.asarray(rng.normal(size=(2, 5, 4)), jnp.float32) for _ in range(2))
+    w, ref_w = (jnp.asarray(rng.normal(size=(4, 9)), jnp.float32) for _ in range(2))
+    mask = jnp.asarray(rng.random((2, 5)) < 0.6)
+    options = {"direction": direction, "chunk_size": chunk_size, "mask": mask}
+
+    def from_logits(h, w, ref_h):
+        return rl.kl.exact(h @ w, ref_h @ ref_w, **options)
+
+    def from_hidden(h, w, ref_h):
+        return rl.kl.exact_chunked(h, w, ref_h, ref_w, **options)
+
+    for function in (from_logits, from_hidden):
+        run = jax.value_and_grad(lambda *a, f=function: f(*a).sum(), (0, 1))
+        want = run(h, w, ref_h)
+        np.testing.assert_array_equal(np.asarray(function(h, w, ref_h))[~np.asarray(mask)], 0.0)
+        assert abs(want[0] - jnp.where(mask, function(h, w, ref_h), 0.0).sum()) < 1e-5
+        np.testing.assert_array_equal(np.asarray(want[1][0])[~np.asarray(mask)], 0.0)
+        if function is from_hidden:  # poison in the states: it would reach every entry of the head
+            for poison in (np.nan, np.inf):
+                bad, ref_bad = (jnp.where(mask[..., None], x, poison) for x in (h, ref_h))
+                for got, expected in zip(
+                    jax.tree.leaves(run(bad, w, ref_bad)), jax.tree.leaves(want), strict=True
+                ):
+                    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    logits = jnp.where(mask[..., None], h @ w, jnp.nan)
+    gradient = jax.grad(lambda z: rl.kl.exact(z, ref_h @ ref_w, **options).sum())(logits)
+    assert np.isfinite(gradient).all() and np.abs(gradient).sum() > 0
+    with pytest.raises(ValueError, match="mask must have shape"):
+        rl.kl.exact(h @ w, h @ w, mask=mask[0])
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_exact_kl_multiplies_as_the_chunked_log_probs_do(dtypes):
+    # π of exact_chunked is that of logprobs.chunked: the KL to the uniform one is log V − H.
+    rng = np.random.default_rng(6)
+    h = jnp.asarray(rng.normal(size=(2, 5, 4)), dtypes[0])
+    w = jnp.asarray(rng.normal(size=(4, 9)), dtypes[1])
+    labels = jnp.zeros((2, 5), int)
+    entropy = rl.logprobs.chunked(h, w, labels, with_entropy=True).entropy
+    got = rl.kl.exact_chunked(h, (w.T, "vd"), h, (jnp.zeros_like(w), "dv"))
+    np.testing.assert_allclose(got, np.log(9) - entropy, rtol=1e-5, atol=1e-6)
+
+
 def test_exact_kl_of_an_impossible_token():
     logits = jnp.array([0.0, 0.0, -jnp.inf])
     value, gradient = jax.value_and_grad(rl.kl.exact)(logits, jnp.zeros(3))
@@ -274,6 +330,14 @@ def test_controllers_are_pure_and_run_under_jit():
     assert up == pytest.approx(0.2 * (1 + 0.2 * 64 / 10_000), rel=1e-6)
 
 
+def test_one_update_never_takes_the_coefficient_below_zero():
+    quick = rl.kl.AdaptiveKL(coef=0.2, target=6.0, horizon=10)
+    with pytest.raises(ValueError, match=r"horizon must be ≤ 1; got 1.28.*raise horizon"):
+        quick.update(0.0, 64)
+    traced = jax.jit(lambda c, kl, n: c.update(kl, n))(quick, 0.0, 64)
+    assert float(traced.coef) == 0.0
+
+
 @pytest.mark.parametrize(
     ("error", "text", "call"),
     [
@@ -308,6 +372,23 @@ def test_controllers_are_pure_and_run_under_jit():
             ValueError,
             "temperature must be",
             lambda: rl.kl.exact(jnp.zeros(3), jnp.zeros(3), temperature=-1.0),
+        ),
+        (
+            ValueError,
+            "temperature must be a scalar",
+            lambda: rl.kl.exact(jnp.zeros((2, 3)), jnp.zeros((2, 3)), temperature=jnp.ones(2)),
+        ),
+        (
+            ValueError,
+            r"logits must be \[..., V\]",
+            lambda: rl.kl.exact(jnp.zeros(()), jnp.zeros(())),
+        ),
+        (
+            ValueError,
+            "ref_head's layout",
+            lambda: rl.kl.exact_chunked(
+                jnp.zeros((2, 3)), jnp.zeros((3, 5)), jnp.zeros((2, 3)), (jnp.zeros((3, 5)), "x")
+            ),
         ),
         (
             ValueError,

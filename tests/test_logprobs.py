@@ -158,6 +158,86 @@ def test_chunked_bfloat16_accumulates_in_float32(entropy):
         np.testing.assert_allclose(g.astype(jnp.float32), w, rtol=2**-7, atol=2e-2)
 
 
+@pytest.mark.parametrize("vocab_chunk", [None, 100])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("of_hidden", "of_head"),
+    [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16")],
+)
+def test_bfloat16_gradients_are_as_near_to_the_truth_as_plain_ones(
+    of_hidden, of_head, tied, entropy, vocab_chunk
+):
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(3), 4)
+        hidden = jax.random.normal(keys[0], (2, 32, 32)).astype(of_hidden)
+        head = (jax.random.normal(keys[1], (32, 256)) / 3).astype(of_head)
+        labels = jax.random.randint(keys[2], (2, 32), 0, 256)
+        cotangents = jax.random.normal(keys[3], (2, 2, 32), jnp.float32)
+
+        def exact(hidden, head):
+            return weighted(plain(hidden, head, None, labels, entropy=entropy), cotangents)
+
+        def chunked(hidden, head, **options):
+            out = lp.chunked(
+                hidden,
+                head.T if tied else head,
+                labels,
+                head_is_embedding=tied,
+                with_entropy=entropy,
+                chunk_size=16,
+                vocab_chunk=vocab_chunk,
+                **options,
+            )
+            return weighted((out.log_probs, out.entropy), cotangents)
+
+        double = [x.astype(jnp.float64) for x in (hidden, head)]
+        truth = jax.grad(exact, (0, 1))(*double)
+
+        def errors(form, trained):
+            got = jax.jit(jax.grad(form, trained))(hidden, head)
+            for i, g in zip(trained, got, strict=True):
+                assert g.dtype == (hidden, head)[i].dtype
+            return [
+                float(jnp.linalg.norm((g - truth[i]).ravel()) / jnp.linalg.norm(truth[i].ravel()))
+                for i, g in zip(trained, got, strict=True)
+            ]
+
+        want = errors(exact, (0, 1))
+        # The rounding of a bf16 result, 2⁻⁹ at most; a float32 one keeps float32's digits, where
+        # the order of a sum is as good as another.
+        for error, dtype in zip(want, (of_hidden, of_head), strict=True):
+            assert error < (2**-9 if dtype == "bfloat16" else 3e-6)
+        for trained in ((0,), (0, 1)):
+            for got, bound in zip(errors(chunked, trained), want, strict=False):
+                assert got <= max(1.01 * bound, 1e-6)
+        rounded = functools.partial(chunked, gradient_dtype="bfloat16")
+        assert all(error < 2**-8 for error in errors(rounded, (0, 1)))
+        assert errors(rounded, (0, 1)) != errors(chunked, (0, 1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint16, jnp.int32])
+def test_labels_may_be_of_a_narrow_dtype(dtype):
+    # Ids past the dtype's range must not alias a label: 5 and 261 are one uint8.
+    hidden, _, _, labels, cotangents = inputs()
+    head = jax.random.normal(jax.random.key(1), (D, 700))
+
+    def value(hidden, head, labels, vocab_chunk):
+        out = lp.chunked(hidden, head, labels, chunk_size=6, vocab_chunk=vocab_chunk)
+        return jnp.sum(out.log_probs * cotangents[0])
+
+    run = jax.value_and_grad(value, (0, 1))
+    want = run(hidden, head, labels, None)
+    for vocab_chunk in (None, 300):
+        got = run(hidden, head, labels.astype(dtype), vocab_chunk)
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+        for g, w in zip(got[1], want[1], strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(
+        lp.from_logits(hidden @ head, labels.astype(dtype)), lp.from_logits(hidden @ head, labels)
+    )
+
+
 def products(closed) -> int:
     """Products of matrices in a jaxpr, nested ones included."""
     return str(closed).count(" dot_general[")
@@ -399,6 +479,7 @@ def test_chunking_never_changes_the_result(seed, chunk, piece):
         (ValueError, "labels", {"labels": jnp.ones((B, T + 1), int)}),
         (TypeError, "hidden", {"hidden": jnp.ones((B, T, D), int)}),
         (ValueError, "bias", {"bias": jnp.ones(V + 1)}),
+        (TypeError, "bias", {"bias": jnp.ones(V, int)}),
         (ValueError, "chunk_size", {"chunk_size": 0}),
         (ValueError, "vocab_chunk", {"vocab_chunk": 0}),
         (ValueError, "layout", {"head": (jnp.ones((D, V)), "xx")}),
@@ -421,6 +502,11 @@ def test_plain_errors():
         lp.from_logits(logits, labels, mask=labels)
     with pytest.raises(ValueError, match="logits"):
         lp.token_log_probs(logits[0], labels)
+    for tau in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"temperature must be ≥ 0.*greedy"):
+            lp.from_logits(logits, labels, temperature=tau)
+        with pytest.raises(ValueError, match=r"temperature must be ≥ 0.*greedy"):
+            lp.chunked(jnp.ones((B, T, D)), jnp.ones((D, V)), labels, temperature=tau)
     with pytest.raises(ValueError, match="start"):
         lp.policy_log_probs(jnp.ones((B, T, D)), jnp.ones((D, V)), labels, start=T + 1)
 

@@ -112,6 +112,12 @@ def test_equal_entries_whiten_to_exactly_zero():
     assert float(rl.masked.var(x, mask)) == 0.0
 
 
+def test_deviations_whose_squares_vanish_stay_finite():
+    x = jnp.array([0.0, 1e-25])  # its float32 square is 0
+    for eps in (0.0, 1e-8):
+        assert np.abs(rl.masked.whiten(x, jnp.ones(2, bool), eps=eps)).max() < 1e-20
+
+
 def test_nothing_valid_gives_zero():
     x, mask = jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3), bool)
     assert float(rl.masked.sum(x, mask)) == float(rl.masked.mean(x, mask)) == 0.0
@@ -353,6 +359,8 @@ def test_any_mode_takes_one_denominator_per_row():
         (TypeError, "segment_ids must be an integer", lambda: rl.masked.last_valid(MASK, LOSS)),
         (ValueError, "mask must be", lambda: rl.masked.last_valid(MASK[0])),
         (ValueError, "eps must be", lambda: rl.masked.whiten(LOSS, MASK, eps=-1.0)),
+        (ValueError, "ddof is unknown", lambda: rl.masked.whiten(LOSS, MASK, ddof=2)),
+        (ValueError, "ddof is unknown", lambda: rl.masked.var(LOSS, MASK, ddof=-1)),
     ],
 )
 def test_errors_name_the_argument_and_the_remedy(error, text, call):

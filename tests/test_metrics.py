@@ -89,6 +89,18 @@ def test_std_is_not_the_difference_of_squares():
     assert float(m.std(x).value()) == pytest.approx(np.sqrt(1 / 6), rel=1e-3)
 
 
+@pytest.mark.fault(14, 26)
+@pytest.mark.parametrize("parts", [[7], [1, 2, 3], [5, 1, 1], [2, 0, 3]])
+def test_equal_returns_do_not_vary_however_they_are_split(parts):
+    # The float32 mean of seven times 0.1 is not 0.1, nor is a weighted mean of such means.
+    merged = {}
+    for i, size in enumerate(parts):
+        x = jnp.full(size, 0.1)
+        part = {"std": m.std(x), "explained": m.explained_variance(x, x * i)}
+        merged = m.merge(merged, part)
+    assert {k: float(v) for k, v in m.compute(merged).items()} == {"std": 0.0, "explained": 0.0}
+
+
 def test_no_gradient_flows_through_a_metric():
     gradient = jax.grad(lambda x: m.mean(x).value() + m.std(x).value())(jnp.array([1.0, 2.0]))
     np.testing.assert_array_equal(gradient, 0.0)

@@ -80,3 +80,8 @@ def test_nothing_to_draw(tmp_path):
     assert report.plot_run(tmp_path) is None
     with pytest.raises(FileNotFoundError):
         report.plot_run(tmp_path / "nowhere")
+
+
+def test_a_figure_that_is_no_number_has_no_change():
+    rows = report.table_rows({"reward": float("nan"), "KL": None}, {"reward": 0.5, "KL": 1.0})
+    assert rows == [("reward", "–", "0.500", ""), ("KL", "–", "1.000", "")]

@@ -261,3 +261,28 @@ def test_to_number_keeps_integers():
     assert isinstance(tracking.to_number("x", jnp.int32(3)), int)
     assert isinstance(tracking.to_number("x", True), int)
     assert isinstance(tracking.to_number("x", np.float32(3)), float)
+
+
+def test_a_backend_that_fails_leaves_no_other_one_open(tmp_path):
+    class Full:
+        def write(self, step, record):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            raise OSError(28, "No space left on device")
+
+    class Last:
+        closed = False
+
+        def write(self, step, record):
+            pass
+
+        def close(self):
+            self.closed = True
+
+    last = Last()
+    tracker = rl.tracking.Tracker(tmp_path, backends=[last, Full(), last], tensorboard=False)
+    tracker.log(0, {"a": 1.0})
+    with pytest.raises(OSError, match="No space left"):
+        tracker.close()
+    assert last.closed and tracker._metrics._file.closed

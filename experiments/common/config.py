@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
+import logging
+import math
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import tasks
@@ -38,9 +43,10 @@ class Config:
     temperature: float | None = None
     """Sampling temperature; the policy that is trained is the tempered one."""
     top_k: int = 0
-    """Sample from the k likeliest tokens; 0 is off."""
+    """Sample from the k likeliest tokens; 0 is off. Update and KL still use the full softmax, for
+    which such samples are off-policy: nothing corrects that, and the KL's mean is biased."""
     top_p: float = 1.0
-    """Sample from the nucleus of mass p; 1 is off."""
+    """Sample from the nucleus of mass p; 1 is off. Off-policy samples, as with --top-k."""
     learning_rate: float | None = None
     """AdamW's learning rate, constant after a short warm-up."""
     kl_coef: float | None = None
@@ -117,16 +123,26 @@ def _check(config: Filled) -> None:
         "sample_every": 1,
         "save_every": 1,
         "trainable_layers": 0,
+        "warmup_steps": 0,
         "kl_coef": 0,
         "top_k": 0,
         "seed": 0,
     }
-    for name, bound in least.items():
-        if not getattr(config, name) >= bound:  # also refuses NaN
-            raise ValueError(f"{_flag(name)} {getattr(config, name)}: it must be at least {bound}")
-    for name in ("temperature", "learning_rate", "top_p"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{_flag(name)} {getattr(config, name)}: it must be above 0")
+    most = {"top_p": 1, "top_k": 2**31 - 1, "seed": 2**63 - 1}
+    for name in (*least, "temperature", "learning_rate", "top_p"):
+        value, low, high = getattr(config, name), least.get(name), most.get(name, math.inf)
+        if name == "warmup_steps" and value is None:
+            continue
+        if not isinstance(value, int | float):  # in a config.json that was edited
+            raise ValueError(f"{flag(name)} {value!r}: it must be a number")
+        if low is not None and not value >= low:  # also refuses NaN
+            raise ValueError(f"{flag(name)} {value}: it must be at least {low}")
+        if low is None and not value > 0:
+            raise ValueError(f"{flag(name)} {value}: it must be above 0")
+        if value > high:
+            raise ValueError(f"{flag(name)} {value}: it must be at most {high}")
+        if math.isinf(value):
+            raise ValueError(f"{flag(name)} {value}: it must be finite")
     rows, group = config.batch_size, config.group_size
     if rows % group:
         raise ValueError(
@@ -139,7 +155,8 @@ def _check(config: Filled) -> None:
         )
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """A setting's name as it is written on the command line."""
     return "--" + name.replace("_", "-")
 
 
@@ -150,12 +167,50 @@ def main(run: Callable[[Any], int], config_class: type = Config) -> None:
     """
     import tyro
 
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows "?"
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    debug = bool(os.environ.get("RLHF_JAX_DEBUG"))
     config = tyro.cli(config_class, description=sys.modules["__main__"].__doc__)
     try:
-        code = run(config)
+        with contextlib.nullcontext() if debug else _own_errors_only():
+            code = run(config)
     except (ValueError, OSError, ImportError, checkpoint.CheckpointError) as error:
-        if os.environ.get("RLHF_JAX_DEBUG"):
+        if debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        atexit.register(_silence)  # what the threads of a full disk's writers still have to say
         code = 2
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("stopped", file=sys.stderr)
+        code = 130
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def _own_errors_only() -> Iterator[None]:
+    """Keep the tracebacks of Orbax's threads off the terminal: what went wrong is raised too."""
+    hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
+    _silence()
+    try:
+        yield
+    finally:
+        sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
+
+
+def _silence() -> None:
+    from absl import logging as absl_logging
+
+    ours = sys.excepthook
+
+    def only_the_main_thread(*error: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            ours(*error)
+
+    sys.excepthook = only_the_main_thread
+    threading.excepthook = sys.unraisablehook = lambda _: None
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,12 @@ def _memory(run: Run) -> int:
     config, model = run.config, run.model.config
     trained = partition.nbytes(run.trainable)
     copies = 5 if config.kl_coef else 4  # masters, two moments, gradients (and the reference)
-    rows = config.batch_size
+    rows, part = config.batch_size, config.batch_size // config.micro_batches
     prompts: Any = run.source.batch(0).tokens
     length = prompts.shape[1] + config.max_new_tokens
     cache = 8 * model.num_layers * model.num_kv_heads * model.head_dim * rows * length
     logits = 8 * rows * model.vocab_size
-    activations = 4 * rows * length * model.hidden_size * (4 + 14 * model.num_layers)
+    activations = 4 * part * length * model.hidden_size * (4 + 14 * model.num_layers)
     return partition.nbytes(run.params) + copies * trained + cache + logits + activations
 
 
@@ -67,7 +68,29 @@ def print_end(run: Run, before: dict[str, float], after: dict[str, float]) -> No
 def tracker(run: Run, *, first_step: int | None) -> rl.tracking.Tracker:
     """The run's tracker: console, files, TensorBoard."""
     shown = console.Console(total_steps=run.config.steps, first_step=first_step or 0)
-    return rl.tracking.Tracker(run.folder, backends=[shown], resume_step=first_step)
+    return rl.tracking.Tracker(run.folder, backends=[shown, Watch()], resume_step=first_step)
+
+
+class Watch:
+    """Ends a run whose updates are all dropped: it would go on to the end for nothing."""
+
+    def __init__(self, patience: int = 5):
+        self._patience = patience
+        self._dropped = 0
+
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Look at one record; raises ValueError after ``patience`` dropped updates in a row."""
+        if "optim/skipped" in record:
+            self._dropped = self._dropped + 1 if record["optim/skipped"] else 0
+        if self._dropped == self._patience:
+            raise ValueError(
+                f"the last {self._patience} updates, up to step {step + 1}, were dropped because "
+                "the gradient is not finite: try a lower --learning-rate, and look for NaN in the "
+                "model"
+            )
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def show_samples(
@@ -83,7 +106,11 @@ def show_samples(
         return
     group = run.config.group_size
     rows = [
-        {"prompt": prompts.prompts[p], "completion": texts[p * group], "reward": rewards[p * group]}
+        {
+            "prompt": prompts.prompts[p],
+            "completion": texts[p * group],
+            "reward": None if np.isnan(rewards[p * group]) else rewards[p * group],
+        }
         for p in range(min(2, len(prompts.prompts)))
     ]
     tracker.samples(step, rows)

@@ -118,7 +118,7 @@ def rollout_metrics(
 
 def reward_metrics(scores: functions.Scores, group_ids: np.ndarray) -> dict[str, float]:
     """Mean and spread of the rewards, and the share of groups that teach nothing."""
-    rewards = scores.rewards
+    rewards = scores.rewards.astype(np.float64)
     seen = rewards[~np.isnan(rewards)]
     groups = [rewards[group_ids == group] for group in np.unique(group_ids)]
     flat = [np.nanmax(g) == np.nanmin(g) for g in groups if not np.isnan(g).all()]
@@ -150,8 +150,10 @@ def evaluate(
         ref = None if reference is None else scorer(reference, run.frozen, rollout)
         found.append(rollout_metrics(rollout, log_probs, ref))
     mean = {name: float(np.mean([f[name] for f in found])) for name in found[0]}
-    out = {
-        "reward": float(np.nanmean(np.concatenate(rewards))),
+    seen = np.concatenate(rewards).astype(np.float64)
+    seen = seen[~np.isnan(seen)]
+    out = {"reward": float(seen.mean())} if seen.size else {}  # none judged: no figure
+    out |= {
         "distinct_2": rl.report.distinct_n(texts, 2),
         "length": mean["completion/length_mean"],
     }

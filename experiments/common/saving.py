@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 import rlhf_jax as rl
 from common.config import SMALL_MODEL
 from common.setup import Run
@@ -14,11 +16,17 @@ from rlhf_jax import checkpoint, partition
 
 
 def save(
-    run: Run, checkpoints: checkpoint.Checkpointer, state: rl.TrainState, reference: Any, step: int
+    run: Run,
+    checkpoints: checkpoint.Checkpointer,
+    tracker: rl.tracking.Tracker,
+    state: rl.TrainState,
+    reference: Any,
+    step: int,
 ) -> None:
     """Checkpoint policy, optimizer and step, the reference when there is one."""
+    tracker.flush()  # a run killed after this resumes at ``step``: no earlier record may be missing
     trees = {"state": state} | ({} if reference is None else {"reference": reference})
-    checkpoints.save(step, trees, {"frozen": run.frozen_digest})
+    checkpoints.save(step, trees, {"frozen": run.frozen_digest, "prompts": run.prompts_digest})
 
 
 def restore(
@@ -27,7 +35,7 @@ def restore(
     """Load the newest whole checkpoint of a resumed run.
 
     Raises:
-      CheckpointError: there is none, or it was made over other frozen weights.
+      CheckpointError: there is none, or it was made over other frozen weights or other prompts.
     """
     targets = {"state": state} | ({} if reference is None else {"reference": reference})
     step, trees, meta = checkpoints.restore(targets)
@@ -36,13 +44,28 @@ def restore(
             f"{checkpoints.directory}: its frozen weights are not those of --model "
             f"{run.config.model or SMALL_MODEL}; give the model that the run began with"
         )
+    if meta.get("prompts", run.prompts_digest) != run.prompts_digest:
+        raise checkpoint.CheckpointError(
+            f"{checkpoints.directory}: the prompts of {run.config.prompts or run.config.task} are "
+            "not those that the run began with; bring them back, or start a new run from its model"
+        )
     return step, trees["state"], trees.get("reference")
 
 
 def export(run: Run, trainable: Any) -> Path:
-    """Write the policy as a Hugging Face folder into the run's folder."""
+    """Write the policy as a Hugging Face folder into the run's folder.
+
+    Raises:
+      OSError: it could not be written; the checkpoint is not touched.
+    """
     path = run.folder / "model"
-    rl.models.save(path, run.model, partition.merge(trainable, run.frozen), run.tokenizer)
+    try:
+        rl.models.save(path, run.model, partition.merge(trainable, run.frozen), run.tokenizer)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"the model could not be written to {path}: {error}; nothing is lost: "
+            f"make room, then --resume {run.folder}"
+        ) from error
     return path
 
 

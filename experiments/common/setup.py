@@ -17,7 +17,7 @@ import tasks
 
 import rlhf_jax as rl
 import sharding
-from common.config import SMALL_MODEL, Config, Filled, fill
+from common.config import SMALL_MODEL, Config, Filled, fill, flag
 from rlhf_jax import checkpoint, data, partition, policy
 
 
@@ -54,6 +54,12 @@ class Run:
         """Names the frozen weights: a resumed run must go on with the same ones."""
         return checkpoint.digest(self.frozen)
 
+    @functools.cached_property
+    def prompts_digest(self) -> str | None:
+        """Names the prompts, for the same reason; generated ones depend on the seed alone."""
+        rows = self.task.train
+        return None if isinstance(rows, data.GeneratedRows) else data.fingerprint(rows)
+
 
 def start(config: Config, *, algorithm: str) -> Run:
     """Set a run up: task, model, tokenizer, layout, prompts, folder.
@@ -62,30 +68,33 @@ def start(config: Config, *, algorithm: str) -> Run:
       ValueError, OSError, ImportError: one line that says what is wrong with the input.
     """
     folder, config = _folder(config, algorithm)
-    resumed = config.resume is not None and any((folder / "checkpoints").glob("[0-9]*"))
+    resumed = bool(_saved_steps(folder))
     task = tasks.build(config.task, seed=config.seed, prompts=config.prompts, reward=config.reward)
     config = fill(config, task.defaults)
     layout = sharding.get_layout(config.layout)
     mesh = sharding.make_mesh(layout)
     prompts = config.prompts_per_step
-    sharding.check_rows(prompts, layout, mesh, name=f"{prompts} prompts a step")
+    _check_sizes(config, task, layout, mesh)
     model, params, tokenizer = _load(config, task)
     shardings = sharding.tree_shardings(model.logical_axes(), params, layout, mesh)
     params = jax.device_put(params, shardings)
+    # A checkpoint holds what is trained; layers that the warm-up taught and RL froze are redone.
+    warm = not resumed or bool(config.trainable_layers)
+    if task.scratch is not None and config.model is None and warm:
+        params = _warm_up(config, task.scratch, model, params)
     trainable, frozen = partition.split(params, _is_trainable(config, model))
-    if task.scratch is not None and config.model is None and not resumed:
-        trainable = _warm_up(config, task.scratch, model, trainable)
-        params = partition.merge(trainable, frozen)
     shared = jax.tree.leaves(trainable["embed"]) == [] and len(model.stacks) > 1
     held_out = list(task.held_out)
     held_out *= -(-prompts // len(held_out))  # at least one batch of them
+    buckets = _bucket(task, tokenizer)
+    _check_length(config, model, max(buckets))
     train_source, held_out_source = (
         data.PromptSource(
             rows,
             batch_size=prompts,
             seed=config.seed,
             tokenizer=tokenizer,
-            buckets=_bucket(task, tokenizer),
+            buckets=buckets,
             chat=task.defaults.chat,
             system=task.defaults.system,
         )
@@ -119,23 +128,76 @@ def _folder(config: Config, algorithm: str) -> tuple[Path, Config]:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = f"{algorithm}-{config.task.replace(':', '-')}-{stamp}"
         folder = Path(config.run_dir or Path("runs") / name)
-        if (folder / "config.json").exists():
+        if (folder / "config.json").exists() or _saved_steps(folder):
             raise FileExistsError(
                 f"--run-dir {folder} already holds a run: go on with --resume {folder}, "
                 "or choose another folder"
             )
         return folder, config
-    folder = Path(config.resume)
+    return Path(config.resume), _stored(config, Path(config.resume))
+
+
+def _stored(config: Config, folder: Path) -> Config:
+    """The flags that a resumed run began with; only --steps may be new."""
+    given = [
+        flag(field.name)
+        for field in dataclasses.fields(Config)
+        if getattr(config, field.name) != field.default and field.name not in ("resume", "steps")
+    ]
+    if given:
+        raise ValueError(
+            f"--resume {folder} goes on with the flags that the run began with; "
+            f"drop {', '.join(given)} (only --steps can change)"
+        )
     try:
         stored = json.loads((folder / "config.json").read_text())
+        known = {field.name for field in dataclasses.fields(Config)}
+        stored = {name: value for name, value in stored.items() if name in known}
+        if not isinstance(stored["task"], str):
+            raise TypeError
     except OSError:
         raise FileNotFoundError(
             f"--resume {folder}: there is no run (no config.json) in that folder"
         ) from None
-    known = {field.name for field in dataclasses.fields(Config)}
-    stored = {name: value for name, value in stored.items() if name in known}
-    given = {} if config.steps is None else {"steps": config.steps}
-    return folder, Config(**{**stored, **given, "resume": str(folder)})
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise ValueError(
+            f"--resume {folder}: its config.json is damaged; write the run's flags into it again"
+        ) from None
+    steps = stored.get("steps") if config.steps is None else config.steps
+    done = max(_saved_steps(folder), default=0)
+    if isinstance(steps, int) and steps < done:
+        raise ValueError(f"--steps {steps}: the run in {folder} has already done {done}")
+    return Config(**{**stored, "steps": steps, "resume": str(folder)})
+
+
+def _saved_steps(folder: Path) -> list[int]:
+    """Steps that a run saved; not an empty folder, nor the temporary one of a killed save."""
+    found = (folder / "checkpoints").glob("*/*")
+    return [int(name) for name in {path.parent.name for path in found} if name.isdecimal()]
+
+
+def _check_sizes(
+    config: Filled, task: tasks.Task, layout: sharding.Layout, mesh: jax.sharding.Mesh
+) -> None:
+    """Check what the prompts and the layout allow."""
+    rows, group, prompts = config.batch_size, config.group_size, config.prompts_per_step
+    if prompts > len(task.train):
+        raise ValueError(
+            f"--batch-size {rows} takes {prompts} different prompts a step ({group} completions "
+            f"each), but there are {len(task.train)}; use at most {len(task.train) * group}"
+        )
+    sharding.check_rows(prompts, layout, mesh, name=f"{prompts} prompts a step")
+    part = rows // config.micro_batches
+    sharding.check_rows(part, layout, mesh, name=f"{part} rows a micro-batch")
+
+
+def _check_length(config: Filled, model: rl.models.Decoder, prompt: int) -> None:
+    most = model.config.max_position_embeddings
+    if prompt + config.max_new_tokens > most:
+        raise ValueError(
+            f"--max-new-tokens {config.max_new_tokens} after prompts of {prompt} tokens is more "
+            f"than the {most} positions of the model"
+        )
 
 
 def _write_config(folder: Path, config: Filled) -> None:
@@ -147,19 +209,22 @@ def _write_config(folder: Path, config: Filled) -> None:
 
 def _load(config: Filled, task: tasks.Task) -> tuple[rl.models.Decoder, Any, Any]:
     if task.scratch is not None and config.model is None:
+        name = "the model from scratch"
         hf_config = rl.models.DecoderConfig.from_hf(dict(task.scratch.config))
         model = rl.models.Decoder(hf_config, dtype=config.dtype)
-        key = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 1)
-        return model, model.init(key), task.scratch.tokenizer()
-    name = config.model or SMALL_MODEL
-    model, params = rl.models.load(name, dtype=config.dtype)
+        params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31 - 1))
+        tokenizer = task.scratch.tokenizer()
+    else:
+        name = config.model or SMALL_MODEL
+        model, params = rl.models.load(name, dtype=config.dtype)
+        tokenizer = rl.models.load_tokenizer(name, config=model.config)
     layers, last = model.config.num_layers, config.trainable_layers or 0
     if last > layers:
         raise ValueError(f"--trainable-layers {last}: {name} has {layers} layers")
     if 0 < last < layers:
         params = model.restack(params, (layers - last, last))
         model = dataclasses.replace(model, stacks=(layers - last, last))
-    return model, params, rl.models.load_tokenizer(name, config=model.config)
+    return model, params, tokenizer
 
 
 def _is_trainable(config: Filled, model: rl.models.Decoder) -> str:

@@ -60,9 +60,9 @@ class GroupStatistics(NamedTuple):
     varies: jax.Array
 
     def std(self, of_group: Callable[[jax.Array], jax.Array], ddof: int) -> jax.Array:
-        """Two-pass standard deviation; 1 where the group does not vary."""
+        """Two-pass standard deviation; 1 where the group does not vary (or its squares vanish)."""
         variance = of_group(self.deviation**2) / jnp.maximum(self.count - ddof, 1.0)
-        return jnp.where(self.varies, jnp.sqrt(jnp.where(self.varies, variance, 1.0)), 1.0)
+        return jnp.sqrt(jnp.where(self.varies & (variance > 0), variance, 1.0))
 
 
 class Groups:

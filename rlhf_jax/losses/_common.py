@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from rlhf_jax import checks, kl, masked, metrics
 from rlhf_jax.metrics import Metrics
 
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = kl.MAX_LOG_RATIO
 """|log ρ| is clamped here before exp: e²⁰ ≈ 5·10⁸ is far beyond use and far from overflow."""
 
 
@@ -51,11 +51,18 @@ def prepare(
     old_log_probs: ArrayLike | None,
     advantages: ArrayLike,
     mask: ArrayLike,
+    *,
+    old_optional: bool = False,
 ) -> Inputs:
     """Checks the four arrays that all policy losses take and masks them before any arithmetic.
 
-    Without ``old_log_probs`` the policy itself is taken, detached: ρ is 1.
+    With ``old_optional`` the policy itself, detached, stands in for missing ``old_log_probs``.
     """
+    if old_log_probs is None and not old_optional:
+        raise ValueError(
+            "old_log_probs is None: the ratio needs them, float [B, T]. Pass the log-probs from "
+            "before the update; for a single step on policy jax.lax.stop_gradient(log_probs)."
+        )
     log_probs = checks.real("log_probs", log_probs, ndim=2, axes="[B, T]")
     mask = checks.boolean("mask", mask, like=log_probs, like_name="log_probs")
     log_probs = jnp.where(mask, log_probs, 0.0)
@@ -69,7 +76,7 @@ def prepare(
 
 
 def clip_range(clip_low: Any, clip_high: Any) -> None:
-    """Refuses ε ≤ 0, and a lower ε of 1 or more, where 1 − ε clips nothing."""
+    """Refuses ε ≤ 0, and a lower ε above 1, where 1 − ε < 0 clips nothing."""
     remedy = "It is the ε of 1 ± ε, such as 0.2; the ratio's bounds themselves are not passed."
     checks.positive("clip_low", clip_low, remedy=remedy)
     checks.number("clip_low", clip_low, at_most=1.0, remedy=remedy)
@@ -94,7 +101,7 @@ def reference_kl(
 ) -> tuple[jax.Array | float, Metrics]:
     """β·k per token, and its metrics: what is logged is what is trained."""
     checks.non_negative("kl_coef", kl_coef, remedy="β penalises drift; a negative one pays for it.")
-    checks.one_of("kl_estimator", estimator, tuple(kl.ESTIMATORS))
+    checks.one_of("kl_estimator", estimator, (*kl.ESTIMATORS, "k3_off_policy"))
     used = not checks.is_concrete(kl_coef) or float(kl_coef) != 0.0
     if ref_log_probs is None:
         if used:
@@ -104,8 +111,11 @@ def reference_kl(
             )
         return 0.0, {}
     ref = per_token("ref_log_probs", ref_log_probs, inputs.mask)
-    term = kl.loss_term if used else kl.estimate
-    values = term(estimator, inputs.log_probs, ref, mask=inputs.mask)
+    if estimator == "k3_off_policy":
+        values = kl.k3_off_policy(inputs.log_probs, inputs.old_log_probs, ref, mask=inputs.mask)
+    else:
+        term = kl.loss_term if used else kl.estimate
+        values = term(estimator, inputs.log_probs, ref, mask=inputs.mask)
     found = {
         f"policy/kl_ref_{name}": metrics.mean(
             kl.estimate(name, inputs.log_probs, ref, mask=inputs.mask), inputs.mask

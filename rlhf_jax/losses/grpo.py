@@ -38,7 +38,9 @@ def grpo_per_token(
       ref_log_probs: float ``[B, T]``, log π_ref; stop-gradient. None with β = 0.
       kl_coef: β ≥ 0.
       kl_estimator: one of ``kl.ESTIMATORS``. ``"k3"``'s gradient is that of KL(ref‖π);
-        ``"k2"`` and ``"k3_straight_through"`` give that of KL(π‖ref); ``"k1"`` warns.
+        ``"k2"`` and ``"k3_straight_through"`` give that of KL(π‖ref); ``"k1"`` warns. These take
+        the samples for π's own; ``"k3_off_policy"`` weighs by ρ, which stays exact (for KL(π‖ref))
+        after the first of several steps.
 
     Returns:
       float32 ``[B, T]``.
@@ -95,7 +97,7 @@ def grpo_loss(
       clip_high: ε_hi > 0.
       ref_log_probs: float ``[B, T]`` or None; stop-gradient.
       kl_coef: β ≥ 0.
-      kl_estimator: one of ``kl.ESTIMATORS``.
+      kl_estimator: one of ``kl.ESTIMATORS``, or ``"k3_off_policy"``.
       aggregation: one of ``masked.AGGREGATIONS``.
       denominator: D of the global batch (``masked.denominator``); counted here if None.
       length: int, for ``fixed_length``.

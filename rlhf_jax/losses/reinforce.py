@@ -43,7 +43,7 @@ def reinforce_per_token(
       >>> reinforce_per_token(x, None, jnp.array([2.0]), jnp.ones((1, 2), bool)).tolist()
       [[2.0, 4.0]]
     """
-    inputs = _common.prepare(log_probs, old_log_probs, advantages, mask)
+    inputs = _common.prepare(log_probs, old_log_probs, advantages, mask, old_optional=True)
     return -inputs.advantages * inputs.log_probs
 
 
@@ -94,7 +94,7 @@ def reinforce_loss(
       >>> float(loss)
       6.0
     """
-    inputs = _common.prepare(log_probs, old_log_probs, advantages, mask)
+    inputs = _common.prepare(log_probs, old_log_probs, advantages, mask, old_optional=True)
     loss = _common.reduce(
         -inputs.advantages * inputs.log_probs,
         inputs.mask,

@@ -26,7 +26,7 @@ def reinforce_pp_per_token(
     """Clipped surrogate of every token, with an optional KL term.
 
     ``ℓ = max(−ρA, −clip(ρ, 1−ε_lo, 1+ε_hi)·A) + β·k``; A is whitened over all tokens of the global
-    batch (``advantages.reinforce_pp``).
+    batch (``advantages.reinforce_plus_plus``).
 
     Args:
       log_probs: float ``[B, T]``, log π; the only input that is differentiated.
@@ -38,7 +38,7 @@ def reinforce_pp_per_token(
       ref_log_probs: float ``[B, T]`` or None; stop-gradient. For the baseline variant, which
         keeps the KL out of the reward.
       kl_coef: β ≥ 0.
-      kl_estimator: one of ``kl.ESTIMATORS``; ``"k2"`` gives ∇KL(π‖ref).
+      kl_estimator: one of ``kl.ESTIMATORS``, or ``"k3_off_policy"``; ``"k2"`` gives ∇KL(π‖ref).
 
     Returns:
       float32 ``[B, T]``.
@@ -99,7 +99,7 @@ def reinforce_pp_loss(
       clip_high: ε_hi > 0.
       ref_log_probs: float ``[B, T]`` or None; stop-gradient.
       kl_coef: β ≥ 0.
-      kl_estimator: one of ``kl.ESTIMATORS``.
+      kl_estimator: one of ``kl.ESTIMATORS``, or ``"k3_off_policy"``.
       aggregation: one of ``masked.AGGREGATIONS``.
       denominator: D of the global batch (``masked.denominator``); counted here if None.
       length: int, for ``fixed_length``.

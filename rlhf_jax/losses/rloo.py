@@ -60,7 +60,7 @@ def rloo_per_token(
       >>> rloo_per_token(x, None, jnp.array([0.5]), jnp.ones((1, 2), bool)).tolist()
       [[0.5, 1.0]]
     """
-    inputs = _common.prepare(log_probs, old_log_probs, advantages, mask)
+    inputs = _common.prepare(log_probs, old_log_probs, advantages, mask, old_optional=True)
     if (clip_low is None) != (clip_high is None):
         raise ValueError(
             f"clip_low={clip_low} and clip_high={clip_high}: give both, or neither for plain RLOO"
@@ -130,7 +130,7 @@ def rloo_loss(
       >>> float(loss)
       0.25
     """
-    inputs = _common.prepare(log_probs, old_log_probs, advantages, mask)
+    inputs = _common.prepare(log_probs, old_log_probs, advantages, mask, old_optional=True)
     losses = rloo_per_token(
         log_probs,
         old_log_probs,

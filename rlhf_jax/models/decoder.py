@@ -294,7 +294,7 @@ class Decoder:
 
     def _prefill(self, params: Params, tokens: Array, valid: Array) -> tuple[Array, Prefix]:
         x = self._embed(params, tokens)
-        mask, positions = attention_inputs(*tokens.shape, valid, None, None)
+        mask, positions = attention_inputs(tokens.shape[0], tokens.shape[1], valid, None, None)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
             kept = (jnp.einsum("pskh->pkhs", k), jnp.einsum("pskh->pksh", v))

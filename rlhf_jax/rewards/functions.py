@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -130,7 +131,7 @@ def _where(name: str, row: int | None, completions: Sequence[str]) -> str:
 def _checked(result: Any, rows: int, name: str, completions: Sequence[str]) -> np.ndarray:
     values = result
     if hasattr(values, "__array__") and not isinstance(values, np.ndarray):
-        values = np.asarray(values)  # a jax array, a torch tensor
+        values = _to_numpy(values, f"reward function {name!r}")
     if isinstance(values, np.ndarray):
         if values.ndim != 1:
             raise RewardError(
@@ -155,17 +156,34 @@ def _checked(result: Any, rows: int, name: str, completions: Sequence[str]) -> n
     return checked
 
 
+def _to_numpy(value: Any, where: str) -> np.ndarray:
+    """A jax array or a torch tensor as NumPy."""
+    try:
+        return np.asarray(value)
+    except Exception as error:  # a torch tensor with a gradient, in bfloat16 or on a GPU
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RewardError(
+            f"{where} returned a {type(value).__name__} that NumPy cannot read ({reason}); "
+            "return plain numbers, e.g. by .tolist()"
+        ) from error
+
+
 def _number(value: Any, where: Callable[[], str]) -> float:
     if hasattr(value, "__array__") and getattr(value, "ndim", None) == 0:
-        value = np.asarray(value).item()
+        value = _to_numpy(value, where()).item()
     if not isinstance(value, numbers.Real):
+        shown = reprlib.repr(value)
         raise RewardError(
-            f"{where()} returned {value!r} ({type(value).__name__}); a number or None is wanted"
+            f"{where()} returned {shown} ({type(value).__name__}); a number or None is wanted"
         )
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
     if not math.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
+        shown = reprlib.repr(value)
         raise RewardError(
-            f"{where()} returned {value!r}; rewards must be finite (None excludes a row)"
+            f"{where()} returned {shown}; rewards must be finite (None excludes a row)"
         )
     return number
 

@@ -30,21 +30,17 @@ class SamplerModel(Protocol):
         """Run ``[P, Tp]`` prompts; give the last hidden state ``[P, D]`` and a prefix."""
         ...
 
-
     def init_cache(self, prefix: Any, /, *, group_size: int, max_new_tokens: int) -> Any:
         """Make room for ``max_new_tokens`` of each of the P × G completions."""
         ...
-
 
     def decode(self, params: Params, token: jax.Array, cache: Any, step: jax.Array, /) -> Any:
         """Append ``[P, G]`` tokens as number ``step``; give hidden ``[P, G, D]`` and the cache."""
         ...
 
-
     def project(self, params: Params, hidden: jax.Array, /) -> jax.Array:
         """Hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
         ...
-
 
 
 class _Filters(NamedTuple):

@@ -52,6 +52,16 @@ def test_rows_may_be_in_any_order(name):
         np.testing.assert_allclose(function(rewards[order], ids[order]), want[order], rtol=1e-5)
 
 
+@pytest.mark.fault(14)
+@each_group_function
+@pytest.mark.parametrize("spread", [1e-25, 1e-42])
+def test_rewards_that_hardly_differ_stay_finite(name, spread):
+    # The float32 square of such a deviation is 0, and so would be the standard deviation.
+    function, _ = GROUP_FUNCTIONS[name]
+    got = np.asarray(function(jnp.array([0.0, spread]), jnp.array([0, 0])))
+    assert np.isfinite(got).all() and np.abs(got).max() <= 1.0
+
+
 @pytest.mark.fault(18)
 @each_group_function
 def test_missing_rewards_leave_the_statistics(name):

@@ -1,11 +1,16 @@
 """The main experiment end to end on the small model: bad input, interrupts, resume, layouts."""
 
 import json
+import os
 import pathlib
+import shutil
+import signal
 import sys
 
 import numpy as np
 import pytest
+
+import rlhf_jax as rl
 
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 GRADED = str(pathlib.Path(__file__).with_name("graded.py"))
@@ -105,14 +110,113 @@ def test_an_interrupted_run_resumes_with_the_next_step(
     same(ours, records(plain))
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_over(plain, tmp_path):
+@pytest.mark.fault(62)
+def test_a_run_killed_in_its_first_save_starts_over(plain, tmp_path):
     folder = tmp_path / "run"
-    folder.mkdir()
+    (folder / "checkpoints" / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     config = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "steps": 2}))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward/mean": 9.0}) + "\n")
     assert run("--resume", folder) == 0
     same(records(folder), records(plain)[:2])
+
+
+@pytest.mark.fault(62)
+def test_a_damaged_checkpoint_is_made_again(plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(checkpoints / "4")
+    (checkpoints / "9").mkdir()
+    assert run("--resume", tmp_path / "run") == 0
+    assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "unusable-9"}
+    same(records(tmp_path / "run"), records(plain))
+
+
+@pytest.mark.fault(53)
+def test_what_a_checkpoint_has_seen_is_in_the_records(tmp_path, monkeypatch):
+    """A run killed right after a save resumes behind it: no record may still be held back."""
+    from common import saving
+
+    class Checkpoints:
+        def save(self, step, *_):
+            seen = records(tmp_path)
+            assert [r["step"] for r in seen] == list(range(step))
+            saved.append(step)
+
+    saved: list[int] = []
+    run_ = type("Run", (), {"frozen_digest": "", "prompts_digest": None})
+    with rl.tracking.Tracker(tmp_path, tensorboard=False) as tracker:
+        for step in range(3):
+            tracker.log(step, {"reward/mean": 0.0})
+            saving.save(run_, Checkpoints(), tracker, {}, None, step + 1)
+    assert saved == [1, 2, 3]
+
+
+@pytest.mark.fault(53)
+def test_other_prompts_or_fewer_steps_cannot_be_resumed(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"{i}>", "answer": str(i)}) for i in range(12)]
+    prompts.write_text("\n".join(lines))
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--prompts", prompts, "--steps", 1, "--run-dir", folder]
+    assert run(*flags) == 0
+    assert run("--resume", folder, "--steps", 2, "--learning-rate", 1e-5) == 2
+    assert "drop --learning-rate" in capsys.readouterr().err
+    prompts.write_text("\n".join(lines[1:]))
+    assert run("--resume", folder, "--steps", 2) == 2
+    assert "not those that the run began with" in capsys.readouterr().err
+    (folder / "checkpoints" / "7" / "state").mkdir(parents=True)
+    assert run("--resume", folder, "--steps", 3) == 2
+    assert "--steps 3: the run in" in capsys.readouterr().err
+    (folder / "config.json").write_text('{"task": ')
+    assert run("--resume", folder) == 2
+    assert "config.json is damaged" in capsys.readouterr().err
+
+
+def test_the_last_layers_of_a_model_from_scratch(tmp_path):
+    flags = [*SMALL, "--kl-coef", 0.05, "--trainable-layers", 1, "--run-dir", tmp_path / "run"]
+    assert run(*flags, "--steps", 1) == 0
+    assert run("--resume", tmp_path / "run") == 0  # the warm-up made the same frozen layers again
+
+
+def test_a_run_whose_updates_are_all_dropped_ends(tmp_path):
+    from common import display
+
+    watch = display.Watch(patience=2)
+    for step, dropped in enumerate([1, 0, 1]):
+        watch.write(step, {"optim/skipped": dropped})
+        watch.write(step, {"eval/reward": 0.0})
+    with pytest.raises(ValueError, match="up to step 4, were dropped"):
+        watch.write(3, {"optim/skipped": 1})
+
+
+def test_ctrl_c_outside_the_loop_is_no_traceback(capsys):
+    import common
+
+    def interrupted(_):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before, sys.argv = sys.argv, ["experiments/grpo.py"]
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            common.main(interrupted)
+    finally:
+        sys.argv = before
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_a_model_that_cannot_be_written_says_that_nothing_is_lost(tmp_path, monkeypatch):
+    from common import saving
+    from safetensors import SafetensorError
+
+    def full(*_):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(rl.models, "save", full)
+    run_ = type("Run", (), dict(folder=tmp_path, model=None, tokenizer=None, frozen=None))
+    with pytest.raises(OSError, match="nothing is lost: make room, then --resume"):
+        saving.export(run_, {})
 
 
 @pytest.mark.fault(23)
@@ -131,9 +235,16 @@ def test_micro_batches_and_kl_in_the_loss(plain, tmp_path):
     same(records(tmp_path / "one"), records(tmp_path / "four"), atol=1e-4)
 
 
-def test_without_kl_there_is_no_reference(tmp_path):
-    assert run(*SMALL, "--steps", 1, "--kl-coef", 0, "--run-dir", tmp_path / "run") == 0
-    assert not any(name.startswith("policy/kl_ref") for name in records(tmp_path / "run")[0])
+@pytest.mark.fault(18)
+def test_without_kl_no_reference_and_without_a_judgement_no_update_and_no_nan(tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text("def silent(prompts, _): return [None] * len(prompts)")
+    flags = [*SMALL, "--steps", 1, "--kl-coef", 0, "--run-dir", tmp_path / "run"]
+    assert run(*flags, "--reward", f"{tmp_path}/rewards.py:silent") == 0
+    only = records(tmp_path / "run")[0]
+    assert not any(name.startswith("policy/kl_ref") for name in only)
+    assert only["optim/grad_norm"] == 0.0 and only["optim/update_norm"] == 0.0
+    assert "eval/reward" not in records(tmp_path / "run", "eval")[0]
+    assert "nan" not in capsys.readouterr().out
 
 
 def test_the_exported_model_samples(plain, capsys):
@@ -173,7 +284,20 @@ BAD = {
     ),
     "group of one": (["--group-size", "1"], "--group-size 1"),
     "micro-batches": ([*SMALL, "--micro-batches", "5"], "--micro-batches 5"),
+    "micro-batches over devices": (
+        [*SMALL, "--layout", "fsdp", "--micro-batches", "8"],
+        "4 rows a micro-batch",
+    ),
     "negative KL": ([*SMALL, "--kl-coef", "-1"], "--kl-coef"),
+    "KL of NaN": ([*SMALL, "--kl-coef", "nan"], "--kl-coef nan"),
+    "infinite learning rate": ([*SMALL, "--learning-rate", "inf"], "must be finite"),
+    "temperature of zero": ([*SMALL, "--temperature", "0"], "--temperature 0.0"),
+    "top-p above one": ([*SMALL, "--top-p", "2"], "--top-p 2.0: it must be at most 1"),
+    "top-k beyond int32": ([*SMALL, "--top-k", "1000000000000"], "--top-k"),
+    "seed beyond 64 bits": ([*SMALL, "--seed", "99999999999999999999"], "seed"),
+    "too few prompts": ([*SMALL, "--prompts", "{three}"], "use at most 12"),
+    "over the model's positions": ([*SMALL, "--max-new-tokens", "99"], "32 positions"),
+    "too many trainable layers": ([*SMALL, "--trainable-layers", "9"], "has 2 layers"),
     "no run to resume": (["--resume", "{nothing}"], "config.json"),
     "folder taken": ([*SMALL, "--run-dir", "{taken}"], "--resume"),
 }
@@ -190,6 +314,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(name, tmp_path, capsys, pla
         "def broken(prompts, completions): raise KeyError('boom')\n"
         "def nan(prompts, completions): return [float('nan')] * len(prompts)\n"
     )
+    (tmp_path / "three.txt").write_text("1>\n2>\n3>\n")
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text(
         json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
@@ -197,6 +322,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(name, tmp_path, capsys, pla
     places = {
         "mamba": tmp_path / "mamba",
         "empty": tmp_path / "empty.txt",
+        "three": tmp_path / "three.txt",
         "rewards": tmp_path / "rewards.py",
         "nothing": tmp_path / "nothing",
         "taken": plain,

@@ -159,6 +159,35 @@ def test_the_kl_pulls_towards_the_reference():
         assert grad[0] > 0 and grad[1] < 0, estimator
 
 
+@pytest.mark.parametrize("loss", [L.grpo_loss, L.reinforce_pp_loss])
+def test_the_off_policy_kl_has_the_gradient_of_the_kl_after_many_steps(loss):
+    # π has moved away from π_old, which sampled: exact expectation over its three actions.
+    logits, old, ref = (
+        jnp.array(x) for x in ([0.5, -0.4, 0.1], [0.1, 0.8, -0.3], [0.0, -0.5, 0.3])
+    )
+    q, ref_log_probs = jax.nn.softmax(old), jax.nn.log_softmax(ref)
+
+    def penalty(logits, estimator):
+        return loss(
+            jax.nn.log_softmax(logits)[:, None],
+            jax.nn.log_softmax(old)[:, None],
+            jnp.zeros(3),
+            jnp.ones((3, 1), bool),
+            ref_log_probs=ref_log_probs[:, None],
+            kl_coef=1.0,
+            kl_estimator=estimator,
+            weights=q * 3,
+        )
+
+    value, want = jax.value_and_grad(rl.kl.exact)(logits, ref)
+    (got, found), grad = jax.value_and_grad(penalty, has_aux=True)(logits, "k3_off_policy")
+    np.testing.assert_allclose(got, value, rtol=1e-5)
+    np.testing.assert_allclose(found["policy/loss_kl"].value(), value, rtol=1e-5)
+    np.testing.assert_allclose(grad, want, rtol=1e-4, atol=1e-6)
+    for name in ("k2", "k3", "k3_straight_through"):  # blind to who sampled
+        assert np.abs(jax.grad(lambda z, n=name: penalty(z, n)[0])(logits) - want).max() > 0.01
+
+
 @pytest.mark.fault(3, 8, 26)
 def test_value_metrics_are_of_the_global_batch():
     rng = np.random.default_rng(0)

@@ -52,6 +52,18 @@ def test_arrays(name, kind, argument, value):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_a_ratio_needs_the_old_log_probs(name):
+    if name in ("reinforce", "rloo"):
+        call(name, [("old_log_probs", None)])
+        return
+    case = LOSSES[name]
+    args = [DATA["log_probs"], None, DATA["advantages"], DATA["mask"]]
+    for function in (case.loss, case.per_token):
+        with pytest.raises(ValueError, match="old_log_probs is None"):
+            function(*args, **{k: DATA[k] for k in case.arrays}, **case.options)
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_reduction_options(name):
     with pytest.raises(ValueError, match=r"aggregation.*token_mean"):
         call(name, aggregation="mean")

@@ -220,13 +220,26 @@ def test_gradient_reaches_sampled_tokens_and_eos_and_nothing_else():
 
 @pytest.mark.fault(28)
 @pytest.mark.parametrize(
-    "name", ["ppo", "grpo", "dapo", "dr_grpo", "reinforce_pp", "decoupled_ppo"]
+    ("name", "low", "high"),
+    [
+        ("ppo", 0.8, 1.3),
+        ("grpo", 0.8, 1.3),
+        ("dapo", 0.8, 1.28),
+        ("dr_grpo", 0.8, 1.2),
+        ("reinforce_pp", 0.8, 1.2),
+        ("decoupled_ppo", 0.8, 1.2),
+        # A sequence of one token: its ratio is the token's.
+        ("gspo", 0.8, 1.3),
+        ("gspo_token", 0.8, 1.3),
+        ("rloo_clipped", 0.8, 1.3),
+        ("gmpo", np.exp(-0.4), np.exp(0.4)),
+    ],
 )
 @pytest.mark.parametrize(
     ("sign", "ratio", "slope"),
     [(1, 0.5, -0.5), (1, 1.0, -1.0), (1, 1.6, 0.0), (-1, 0.5, 0.0), (-1, 1.0, 1.0), (-1, 1.6, 1.6)],
 )
-def test_six_regions(name, sign, ratio, slope):
+def test_six_regions(name, low, high, sign, ratio, slope):
     x = jnp.log(jnp.array([[ratio]]))
     zero = jnp.zeros((1, 1))
     data = {
@@ -240,8 +253,7 @@ def test_six_regions(name, sign, ratio, slope):
     options = {"aggregation": "token_mean"}
     (value, _), grad = evaluate(LOSSES[name], data, **options)
     np.testing.assert_allclose(grad, [[slope]], rtol=1e-6)
-    high = {"dapo": 1.28, "ppo": 1.3, "grpo": 1.3}.get(name, 1.2)
-    kept = np.clip(ratio, 0.8, high) if slope == 0 else ratio
+    kept = np.clip(ratio, low, high) if slope == 0 else ratio
     np.testing.assert_allclose(value, -sign * kept, rtol=1e-6)
 
 

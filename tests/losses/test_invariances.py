@@ -114,31 +114,32 @@ def test_packing(mode, seed):
     same(got, want, rtol=1e-5)
 
 
+@functools.partial(jax.jit, static_argnames=("mode", "names"), compiler_options=QUICK)
+def accumulate(split, whole, mode, names):
+    def step(_, part):
+        rows, denominator = part
+        return None, everything(rows, mode, names, denominator=denominator)
+
+    _, out = jax.lax.scan(step, None, (split, whole))
+    return {
+        name: (value.sum(), grad.reshape(8, 6), rl.metrics.stack_reduce(found))
+        for name, (value, grad, found) in out.items()
+    }
+
+
 @pytest.mark.fault(23, 24, 26)
 @pytest.mark.parametrize(
     ("mode", "parts", "names"),
     [(mode, 4, KINDS) for mode in MODES] + [("token_mean", 2, ALL), ("prompt_mean", 8, KINDS)],
 )
-def test_micro_batches_add_up(mode, parts, names):
-    data = batch(3)
+@given(seed=seeds)
+def test_micro_batches_add_up(mode, parts, names, seed):
+    data = batch(seed)
     want = run(data, mode, names)
     whole = rl.masked.denominator(data["mask"], **reduction(mode, data))
     whole = jnp.broadcast_to(whole, (8,))  # travels with the rows
     split = {k: v.reshape(parts, 8 // parts, *v.shape[1:]) for k, v in data.items()}
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def accumulate(split, whole):
-        def step(_, part):
-            rows, denominator = part
-            return None, everything(rows, mode, names, denominator=denominator)
-
-        _, out = jax.lax.scan(step, None, (split, whole))
-        return {
-            name: (value.sum(), grad.reshape(8, 6), rl.metrics.stack_reduce(found))
-            for name, (value, grad, found) in out.items()
-        }
-
-    got = accumulate(split, whole.reshape(parts, -1))
+    got = accumulate(split, whole.reshape(parts, -1), mode, names)
     same(readings(got), readings(want))
 
 

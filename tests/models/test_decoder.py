@@ -216,16 +216,31 @@ def test_bad_input_is_named(params, tokens, options, words):
         MODEL.hidden(params, ids, **options)
 
 
-def test_sharded_logits_equal_single_device_logits(params, tokens):
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    where = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-    placed = jax.tree.map(
-        lambda leaf, names: jax.device_put(
-            leaf, jax.NamedSharding(mesh, jax.P(*(where.get(name) for name in names)))
-        ),
-        params,
-        MODEL.logical_axes(),
-    )
-    rows = jax.device_put(jnp.tile(tokens, (2, 1)), jax.NamedSharding(mesh, jax.P("data")))
-    logits = jax.jit(MODEL.logits)(placed, rows)
-    np.testing.assert_allclose(logits[:3], logits_of(MODEL, params, tokens), atol=2e-5)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("layout", ["tensor", "fsdp"])
+def test_sharded_results_equal_single_device_results(params, tokens, kind, layout):
+    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=kinds)
+    where = {"embed": "data"}
+    if layout == "tensor":
+        where = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor")
+
+    def generate(params, tokens):
+        _, prefix = MODEL.prefill(params, tokens)
+        cache = MODEL.init_cache(prefix, group_size=2, max_new_tokens=2)
+        return MODEL.logits(params, tokens), MODEL.decode(params, tokens[:, :2], cache, 0)[0]
+
+    ids = jnp.tile(tokens, (2, 1))
+    expected = jax.jit(generate)(params, ids)
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(
+            lambda leaf, names: jax.device_put(
+                leaf, jax.NamedSharding(mesh, jax.P(*(where.get(name) for name in names)))
+            ),
+            params,
+            MODEL.logical_axes(),
+        )
+        rows = jax.device_put(ids, jax.NamedSharding(mesh, jax.P("data")))
+        found = jax.jit(generate)(placed, rows)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)

@@ -198,3 +198,26 @@ def test_load_reports_a_file_that_fails(tmp_path):
     file.write_text("1 / 0\n")
     with pytest.raises(ValueError, match="fails on import: ZeroDivisionError"):
         functions.load(f"{file}:f")
+
+
+class Unreadable:
+    """As a torch tensor that requires a gradient, is in bfloat16 or lies on a GPU."""
+
+    ndim = 0
+
+    def __array__(self, *_, **__):
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad.\nAnd more.")
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("result", [Unreadable(), [1.0, Unreadable()]])
+def test_what_numpy_cannot_read_is_an_error_that_says_what_to_do(result):
+    with pytest.raises(functions.RewardError, match=r"requires grad.*return plain numbers"):
+        functions.call(lambda prompts, completions: result, ["a", "b"], ["c", "d"])
+
+
+@pytest.mark.fault(22)
+def test_an_integer_beyond_every_float_is_refused():
+    with pytest.raises(functions.RewardError, match=r"row 1 .*must be finite") as caught:
+        functions.call(lambda prompts, completions: [1, 10**400], ["a", "b"], ["c", "d"])
+    assert len(str(caught.value)) < 200

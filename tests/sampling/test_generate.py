@@ -110,12 +110,22 @@ def test_decoding_stops_at_the_last_stop_token(table):
 
 @pytest.mark.fault(40)
 def test_options_are_traced(table):
-    from rlhf_jax.sampling.generate import _generate as compiled
+    traces = []
 
-    _generate(table, stop_ids=[1], temperature=1.0)
-    before = compiled._cache_size()
-    _generate(table, stop_ids=[5], temperature=0.0, top_k=3, top_p=0.5, key=9)
-    assert compiled._cache_size() == before
+    class Traced(Bigram):
+        def project(self, params, hidden):
+            traces.append(1)
+            return super().project(params, hidden)
+
+    model = Traced(V)
+    first = _generate(table, model=model, stop_ids=[1], temperature=1.0)
+    before = len(traces)
+    assert before > 0
+    changed = _generate(
+        table, model=model, stop_ids=[5], temperature=0.0, top_k=3, top_p=0.5, key=9, version=4
+    )
+    assert len(traces) == before
+    assert (first.tokens != changed.tokens).any(), "changed options take effect"
 
 
 @pytest.mark.fault(49)
