@@ -150,6 +150,7 @@ def train(config: common.Config) -> int:
                     "optim/lr": schedule(step + 1),
                     "throughput/tokens_per_s_generate": tokens / record["time/generate"],
                     "throughput/tokens_per_s_train": tokens / record["time/train"],
+                    "memory/peak_bytes": common.peak_bytes(),
                 },
             )
             common.show_samples(run, tracker, step, prompts, texts, scores.rewards)

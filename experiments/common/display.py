@@ -32,7 +32,7 @@ def print_plan(run: Run, *, first_step: int) -> None:
         "update": f"lr {config.learning_rate:g}, KL {config.kl_coef:g} in the {config.kl_place}"
         if config.kl_coef
         else f"lr {config.learning_rate:g}, no KL, no reference model",
-        "memory": f"about {_memory(run) / 2**30:.2f} GiB in all",
+        "memory": f"about {_memory(run) / 2**30:.2f} GiB of arrays",
         "steps": f"{first_step} → {config.steps}, seed {config.seed}",
         "folder": str(run.folder),
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -116,6 +118,15 @@ def rollout_metrics(
     return out
 
 
+def peak_bytes() -> int:
+    """The most memory held so far: the device's where it says, else the process's."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    return int(stats.get("peak_bytes_in_use", own))
+
+
 def reward_metrics(scores: functions.Scores, group_ids: np.ndarray) -> dict[str, float]:
     """Mean and spread of the rewards, and the share of groups that teach nothing."""
     rewards = scores.rewards.astype(np.float64)
@@ -153,10 +164,9 @@ def evaluate(
     seen = np.concatenate(rewards).astype(np.float64)
     seen = seen[~np.isnan(seen)]
     out = {"reward": float(seen.mean())} if seen.size else {}  # none judged: no figure
-    out |= {
-        "distinct_2": rl.report.distinct_n(texts, 2),
-        "length": mean["completion/length_mean"],
-    }
+    if any(len(text.split()) > 1 for text in texts):
+        out["distinct_2"] = rl.report.distinct_n(texts, 2)
+    out["length"] = mean["completion/length_mean"]
     if reference is not None:
         out["kl_ref_sum"] = mean["policy/kl_ref_sum"]
     return out

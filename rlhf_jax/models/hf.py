@@ -244,6 +244,8 @@ def load_tokenizer(name: str | os.PathLike[str], config: DecoderConfig | None = 
     folder = resolve(name)
     if not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"tokenizer: folder {str(folder)!r} has no tokenizer.json")
+    # Without torch transformers advises to install it, which tokenizers have no use for.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     try:

@@ -49,7 +49,7 @@ def same(first, second, atol=0.0):
     """Compare two runs' records, times left out."""
     assert len(first) == len(second)
     for a, b in zip(first, second, strict=True):
-        names = {n for n in a if not n.startswith(("time/", "throughput/", "wall"))}
+        names = {n for n in a if not n.startswith(("time/", "throughput/", "memory/", "wall"))}
         assert names <= set(b)
         for name in names:
             np.testing.assert_allclose(a[name], b[name], atol=atol, rtol=atol, err_msg=name)
