@@ -120,11 +120,12 @@ def test_smollm2_greedy_text(smollm2):
     assert texts["greedy"][0].startswith(" Paris")
 
 
-@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.download
 @pytest.mark.filterwarnings("ignore")
 def test_smollm2_live_logits():
     pytest.importorskip("torch")
     found = parity.row("smollm2", live=True)
-    assert max(found.values()) <= 1.5 * TOLERANCE, found  # 5 million logits, float32 on both sides
+    # Measured: 9.8e-5. Where this residual stream reaches 25,000 float32 resolves .002, and the
+    # reference is itself 8.7e-5 from double precision: another CPU may round to a little more.
+    assert max(found.values()) <= 1.5 * TOLERANCE, found
