@@ -40,7 +40,7 @@ def token_key_uniforms(keys: jax.Array, index: jax.Array | int) -> jax.Array:
 
     Args:
       keys: ``[...]`` one key per row.
-      index: int scalar, the token's number in its completion.
+      index: int scalar or ``[...]``, the token's number in its completion.
 
     Returns:
       float32 ``[..., 2]`` in [0, 1).
@@ -49,9 +49,12 @@ def token_key_uniforms(keys: jax.Array, index: jax.Array | int) -> jax.Array:
     >>> token_key_uniforms(jax.random.split(jax.random.key(0), 4), 0).shape
     (4, 2)
     """
-    flat = keys.reshape(-1)
-    uniforms = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, index), (2,)))(flat)
-    return uniforms.reshape(*keys.shape, 2)
+
+    def one(key: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(key, index), (2,))
+
+    index = jnp.broadcast_to(index, keys.shape).reshape(-1)
+    return jax.vmap(one)(keys.reshape(-1), index).reshape(*keys.shape, 2)
 
 
 def categorical(logits: jax.Array, uniforms: jax.Array) -> jax.Array:

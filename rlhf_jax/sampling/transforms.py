@@ -5,7 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-__all__ = ["NEG_INF", "temper", "top_k_top_p"]
+__all__ = [
+    "NEG_INF",
+    "min_p",
+    "occurring",
+    "presence_penalty",
+    "repetition_penalty",
+    "temper",
+    "top_k_top_p",
+]
 
 NEG_INF = -1e30
 """The logit of a forbidden token: its probability is exactly 0 and no arithmetic gives NaN."""
@@ -75,3 +83,95 @@ def top_k_top_p(logits: jax.Array, top_k: jax.Array | int, top_p: jax.Array | fl
 
     active = jnp.any((k < vocab) | (p < 1.0))
     return jax.lax.cond(active, filtered, lambda z: z, logits)
+
+
+def min_p(logits: jax.Array, threshold: jax.Array | float) -> jax.Array:
+    """Forbid tokens whose probability is below ``threshold`` × the likeliest token's.
+
+    keep i  iff  z_i ≥ max z + log p
+
+    Args:
+      logits: float32 ``[..., V]``, tempered.
+      threshold: scalar or ``[...]`` in [0, 1]; 0 turns the filter off.
+
+    Returns:
+      ``[..., V]`` with :data:`NEG_INF` on forbidden tokens; the likeliest one always stays.
+
+    References:
+      Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM
+      Outputs", section 3.
+
+    >>> import jax.numpy as jnp
+    >>> z = jnp.log(jnp.array([0.6, 0.3, 0.1]))
+    >>> (min_p(z, 0.4) > NEG_INF).tolist()
+    [True, True, False]
+    """
+    threshold = jnp.expand_dims(jnp.asarray(threshold, jnp.float32), -1)
+    floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(threshold)
+    return jnp.where(logits >= floor, logits, NEG_INF)
+
+
+def occurring(tokens: jax.Array, mask: jax.Array, vocab_size: int) -> jax.Array:
+    """Which tokens of the vocabulary occur in each row.
+
+    Args:
+      tokens: int32 ``[..., T]``.
+      mask: bool ``[..., T]``: the entries that count.
+      vocab_size: V.
+
+    Returns:
+      bool ``[..., V]``.
+
+    >>> import jax.numpy as jnp
+    >>> occurring(jnp.array([2, 0, 2]), jnp.array([True, False, True]), 4).tolist()
+    [False, False, True, False]
+    """
+    lead = tokens.shape[:-1]
+    flat = jnp.where(mask, tokens, vocab_size).reshape(-1, tokens.shape[-1])
+    rows = jnp.arange(flat.shape[0])[:, None]
+    found = jnp.zeros((flat.shape[0], vocab_size), bool).at[rows, flat].set(True, mode="drop")
+    return found.reshape(*lead, vocab_size)
+
+
+def repetition_penalty(logits: jax.Array, seen: jax.Array, penalty: jax.Array | float) -> jax.Array:
+    """Make tokens that were seen less likely: positive logits ÷ penalty, negative ones × penalty.
+
+    Args:
+      logits: float32 ``[..., V]``, before the temperature.
+      seen: bool ``[..., V]``: tokens of the prompt and of the completion so far.
+      penalty: > 0, broadcastable to ``logits``; 1 = off, below 1 rewards repetition.
+
+    Returns:
+      float32 ``[..., V]``.
+
+    References:
+      Keskar et al. 2019, "CTRL: A Conditional Transformer Language Model for Controllable
+      Generation", section 4.1.
+
+    >>> import jax.numpy as jnp
+    >>> repetition_penalty(
+    ...     jnp.array([2.0, -2.0, 1.0]), jnp.array([True, True, False]), 2.0
+    ... ).tolist()
+    [1.0, -4.0, 1.0]
+    """
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def presence_penalty(
+    logits: jax.Array, written: jax.Array, penalty: jax.Array | float
+) -> jax.Array:
+    """Subtract a constant from the logits of tokens that the completion already holds.
+
+    Args:
+      logits: float32 ``[..., V]``, before the temperature.
+      written: bool ``[..., V]``: tokens of the completion so far (not of the prompt).
+      penalty: broadcastable to ``logits``; 0 = off.
+
+    Returns:
+      float32 ``[..., V]``.
+
+    >>> import jax.numpy as jnp
+    >>> presence_penalty(jnp.array([2.0, 1.0]), jnp.array([True, False]), 0.5).tolist()
+    [1.5, 1.0]
+    """
+    return jnp.where(written, logits - penalty, logits)

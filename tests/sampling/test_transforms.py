@@ -60,3 +60,26 @@ def test_thresholds_may_differ_by_row_and_are_traced():
 def test_temperature_zero_leaves_the_logits_finite():
     assert rl.sampling.temper(jnp.array([1.0, -2.0]), 0.0).tolist() == [1.0, -2.0]
     assert rl.sampling.temper(jnp.array([1.0, -2.0], jnp.bfloat16), 0.5).dtype == jnp.float32
+
+
+def test_occurring_ignores_what_the_mask_hides():
+    tokens = np.array([[[1, 2, 1], [0, 3, 3]]], np.int32)
+    mask = np.array([[[True, False, True], [False, True, True]]])
+    found = rl.sampling.occurring(jnp.asarray(tokens), jnp.asarray(mask), 4)
+    assert found.tolist() == [[[False, True, False, False], [False, False, False, True]]]
+
+
+def test_penalties_change_only_what_occurred():
+    logits = jnp.array([3.0, -3.0, 0.5, -0.5])
+    seen = jnp.array([True, True, False, False])
+    repeated = rl.sampling.repetition_penalty(logits, seen, 1.5)
+    assert repeated.tolist() == [2.0, -4.5, 0.5, -0.5]
+    assert rl.sampling.presence_penalty(logits, seen, 1.0).tolist() == [2.0, -4.0, 0.5, -0.5]
+    assert (rl.sampling.min_p(logits, 0.0) == logits).all()
+
+
+def test_round_up():
+    assert [rl.sampling.round_up(n, (8, 4)) for n in (1, 4, 5, 8)] == [4, 4, 8, 8]
+    assert rl.sampling.round_up(7, None) == 7
+    with pytest.raises(ValueError, match="width: 9 does not fit"):
+        rl.sampling.round_up(9, (4, 8), "width")
