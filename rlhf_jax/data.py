@@ -39,10 +39,13 @@ __all__ = [
     "read_prompts",
     "render_chat",
     "split",
+    "turn_ids",
 ]
 
 DEFAULT_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Prompt lengths that a step is compiled for, unless a run declares its own."""
+
+_REPLY = "rlhf-jax-reply"  # stands for the assistant's words; no template changes such a word
 
 
 class Tokenizer(Protocol):
@@ -97,13 +100,62 @@ def render_chat(tokenizer: Any, prompt: str, *, system: str | None = None) -> st
       >>> render_chat(Toy(), "hi", system="be brief")
       'be brief|hi|'
     """
+    messages = [{"role": "system", "content": system}] if system else []
+    return _rendered(tokenizer, [*messages, {"role": "user", "content": prompt}])
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "this tokenizer has no chat template; turn the chat option off or use a chat model"
         )
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def turn_ids(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], *, stop_id: int | None
+) -> list[int]:
+    """The ids that stand between the assistant's reply and its next one.
+
+    Put behind the ids of a conversation they continue it: the model's own tokens are never encoded
+    again, and no second BOS comes in.
+
+    Args:
+      tokenizer: a tokenizer with a chat template.
+      messages: what others say next, e.g. ``[{"role": "user", "content": "And then?"}]``.
+      stop_id: the reply's last id where a stop id ended it, which is not put in twice; None for a
+        reply that was cut, behind which the template's end of a turn comes in.
+
+    Returns:
+      The ids, from the end of the reply to the beginning of the next one.
+
+    Raises:
+      ValueError: no chat template, no messages, or a template that changes the assistant's words.
+
+    Example:
+      >>> class Toy:
+      ...     chat_template = "yes"
+      ...
+      ...     def apply_chat_template(self, messages, **_):
+      ...         return "".join(f"[{m['content']}]" for m in messages) + "["
+      ...
+      ...     def encode(self, text, add_special_tokens=True):
+      ...         return list(map(ord, text))
+      >>> said = [{"role": "user", "content": "go on"}]
+      >>> "".join(map(chr, turn_ids(Toy(), said, stop_id=ord("]"))))
+      '[go on]['
+    """
+    if not messages:
+        raise ValueError("messages is empty: give at least one")
+    start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
+    text = _rendered(tokenizer, [*start, *messages])
+    if text.count(_REPLY) != 1:
+        raise ValueError("this tokenizer's chat template changes or repeats the assistant's words")
+    ids = list(tokenizer.encode(text.partition(_REPLY)[2], add_special_tokens=False))
+    before = ids[: ids.index(stop_id)] if stop_id in ids else ids
+    if len(before) < len(ids) and not (before and tokenizer.decode(before).strip()):
+        return ids[len(before) + 1 :]
+    return ids
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:

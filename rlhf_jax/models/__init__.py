@@ -1,13 +1,14 @@
 """Models: one decoder described by a config, files in and out, adapters for anybody's module."""
 
 from rlhf_jax.models.adapters import from_linen, from_nnx
-from rlhf_jax.models.cache import Cache, Prefix, cache_axes, extend_cache
+from rlhf_jax.models.cache import Cache, Prefix, Quantized, cache_axes, extend_cache
 from rlhf_jax.models.config import DecoderConfig, RopeScaling
 from rlhf_jax.models.decoder import Decoder
 from rlhf_jax.models.gguf import GGUF, read_gguf
 from rlhf_jax.models.hf import load, load_tokenizer, resolve, save
 from rlhf_jax.models.hf_tensors import from_hf_tensors, to_hf_tensors
 from rlhf_jax.models.smollm2 import convert_gguf, fetch_smollm2, tokenizer_json
+from rlhf_jax.models.token_bytes import token_bytes
 
 __all__ = [
     "GGUF",
@@ -15,6 +16,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Prefix",
+    "Quantized",
     "RopeScaling",
     "cache_axes",
     "convert_gguf",
@@ -29,5 +31,6 @@ __all__ = [
     "resolve",
     "save",
     "to_hf_tensors",
+    "token_bytes",
     "tokenizer_json",
 ]

@@ -2,26 +2,49 @@
 
 Layouts are the reader's: keys ``[…, K, H, S]`` (the score einsum contracts H) and values
 ``[…, K, S, H]``. For a stack of n layers the prefix is ``[n, P, …]``, the suffix ``[n, P, G, …]``.
-Scanning the stacks inside a decode loop copies each layer's weights once a step; measured on CPU
-that is no slower than one unrolled loop over separate layers, and compiles several times faster.
+
+What the cache holds is the model's ``kv_dtype``: a float array, or :class:`Quantized` int8 with a
+float32 scale for every (row, head, slot). Both parts of a ``Quantized`` have their slots on the
+same axis as the plain array, so code that cuts, pads or copies slots maps over the tree.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.models.layers import NEGATIVE, split_groups
+from rlhf_jax.models.explicit import like_rows
 
 Array = jax.Array
 
-__all__ = ["Cache", "Prefix", "cache_axes", "extend_cache"]
+__all__ = ["Cache", "Prefix", "Quantized", "cache_axes", "extend_cache"]
+
+KEY_SLOTS, VALUE_SLOTS = -1, -2
+"""The axis of the slots in keys and in values."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """Keys or values as int8: x ≈ values · scales, scales = max|x| / 127 over the head width.
+
+    Args:
+      values: int8 ``[…, K, H, S]`` (keys) or ``[…, K, S, H]`` (values).
+      scales: float32 ``[…, K, 1, S]`` or ``[…, K, S, 1]``.
+
+    >>> import jax.numpy as jnp
+    >>> from rlhf_jax.models.cache import stored
+    >>> held = stored(jnp.array([[1.0, -127.0]]), "int8", axis=-1)
+    >>> held.values.tolist(), held.scales.tolist()
+    ([[1, -127]], [[1.0]])
+    """
+
+    values: Array
+    scales: Array
 
 
 @jax.tree_util.register_dataclass
@@ -30,14 +53,14 @@ class Prefix:
     """Keys and values of P prompts.
 
     Args:
-      keys: per stack ``[n, P, K, H, Tp]``.
-      values: per stack ``[n, P, K, Tp, H]``.
+      keys: per stack ``[n, P, K, H, Tp]``, an array or a :class:`Quantized`.
+      values: per stack ``[n, P, K, Tp, H]``, likewise.
       mask: bool ``[P, Tp]``: real prompt tokens.
       lengths: int32 ``[P]``: how many.
     """
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
     mask: Array
     lengths: Array
 
@@ -49,58 +72,55 @@ class Cache:
 
     Args:
       prefix: :class:`Prefix`; decode only reads it.
-      keys: per stack ``[n, P, G, K, H, S]``.
-      values: per stack ``[n, P, G, K, S, H]``.
+      keys: per stack ``[n, P, G, K, H, S]``, an array or a :class:`Quantized`.
+      values: per stack ``[n, P, G, K, S, H]``, likewise.
     """
 
     prefix: Prefix
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
 
 
-def depth(stack: Any) -> int:
-    """Layers in a stack."""
-    return jax.tree.leaves(stack)[0].shape[0]
+def stored(x: Array, dtype: Any, axis: int) -> Any:
+    """Keys or values as a cache of this dtype holds them; `axis` is the head width's."""
+    if np.dtype(dtype) != np.int8:
+        return x.astype(dtype)
+    wide = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=axis, keepdims=True) / 127.0
+    values = jnp.round(wide / jnp.where(scales > 0, scales, 1.0))
+    return Quantized(values=values.astype(jnp.int8), scales=scales)
 
 
-def restack(stacks: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    """Regroup stacked trees along their leading axis."""
-    if tuple(depth(stack) for stack in stacks) == sizes:
-        return tuple(stacks)
-    bounds = np.cumsum((0, *sizes)).tolist()
-    starts = np.cumsum((0, *(depth(stack) for stack in stacks))).tolist()
+def held_dtype(held: Any) -> np.dtype:
+    """The dtype that :func:`stored` was given."""
+    return np.dtype(held.values.dtype if isinstance(held, Quantized) else held.dtype)
 
-    def piece(a: int, b: int, *leaves: Any) -> Any:
-        cut = [
-            leaf[max(a - start, 0) : b - start]
-            for leaf, start, end in zip(leaves, starts[:-1], starts[1:], strict=True)
-            if start < b and end > a
-        ]
-        joined = np if all(isinstance(part, np.ndarray) for part in cut) else jnp
-        return cut[0] if len(cut) == 1 else joined.concatenate(cut, axis=0)
 
-    return tuple(
-        jax.tree.map(lambda *leaves, a=a, b=b: piece(a, b, *leaves), *stacks)
-        for a, b in itertools.pairwise(bounds)
-    )
+def slots(held: Any, axis: int) -> int:
+    """Room of a leaf of the cache."""
+    return jax.tree.leaves(held)[0].shape[axis]
 
 
 def init_cache(prefix: Prefix, group_size: int, max_new_tokens: int) -> Cache:
     """Zeros for the suffix, in the prefix's dtype and grouping."""
 
-    def zeros(leaf: Array, tail: tuple[int, int]) -> Array:
-        layers, prompts, heads = leaf.shape[:3]
-        return jnp.zeros((layers, prompts, group_size, heads, *tail), leaf.dtype)
+    def room(held: Any, axis: int) -> Any:
+        def zeros(leaf: Array) -> Array:
+            shape = [*leaf.shape[:2], group_size, *leaf.shape[2:]]
+            shape[axis] = max_new_tokens
+            return jnp.zeros(shape, leaf.dtype, device=like_rows(leaf, 0, 1, None, 2))
+
+        return jax.tree.map(zeros, held)
 
     return Cache(
         prefix=prefix,
-        keys=tuple(zeros(leaf, (leaf.shape[3], max_new_tokens)) for leaf in prefix.keys),
-        values=tuple(zeros(leaf, (max_new_tokens, leaf.shape[4])) for leaf in prefix.values),
+        keys=tuple(room(held, KEY_SLOTS) for held in prefix.keys),
+        values=tuple(room(held, VALUE_SLOTS) for held in prefix.values),
     )
 
 
 def extend_cache(cache: Cache, max_new_tokens: int) -> Cache:
-    """The same cache with room for more decoded tokens: the next bucket of a decode loop.
+    """The same cache with room for more decoded tokens.
 
     Args:
       cache: any :class:`Cache`.
@@ -122,16 +142,22 @@ def extend_cache(cache: Cache, max_new_tokens: int) -> Cache:
     >>> extend_cache(init_cache(prefix, 2, 8), 16).keys[0].shape
     (1, 2, 2, 1, 4, 16)
     """
-    more = max_new_tokens - cache.keys[0].shape[-1]
-    if more < 0:
-        raise ValueError(
-            f"max_new_tokens: got {max_new_tokens}; the cache already has {cache.keys[0].shape[-1]}"
-        )
-    keep = [(0, 0)] * 4
+    old = slots(cache.keys[0], KEY_SLOTS)
+    if max_new_tokens < old:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}; the cache already has {old}")
+
+    def longer(held: Any, axis: int) -> Any:
+        def pad(leaf: Array) -> Array:
+            widths = [(0, 0)] * leaf.ndim
+            widths[axis] = (0, max_new_tokens - old)
+            return jnp.pad(leaf, widths)
+
+        return jax.tree.map(pad, held)
+
     return Cache(
         prefix=cache.prefix,
-        keys=tuple(jnp.pad(leaf, [*keep, (0, 0), (0, more)]) for leaf in cache.keys),
-        values=tuple(jnp.pad(leaf, [*keep, (0, more), (0, 0)]) for leaf in cache.values),
+        keys=tuple(longer(held, KEY_SLOTS) for held in cache.keys),
+        values=tuple(longer(held, VALUE_SLOTS) for held in cache.values),
     )
 
 
@@ -156,117 +182,77 @@ def cache_axes(cache: Cache) -> Cache:
     """
     shared = ("layers", "prompt", "kv_heads", None, None)
     own = ("layers", "prompt", "group", "kv_heads", None, None)
-    count = len(cache.keys)
+
+    def named(held: tuple[Any, ...], names: tuple[str | None, ...]) -> tuple[Any, ...]:
+        return jax.tree.map(lambda _: names, held)
+
+    prefix = cache.prefix
     axes: Any = Prefix(
-        keys=(shared,) * count,  # pyright: ignore[reportArgumentType]
-        values=(shared,) * count,  # pyright: ignore[reportArgumentType]
+        keys=named(prefix.keys, shared),
+        values=named(prefix.values, shared),
         mask=("prompt", None),  # pyright: ignore[reportArgumentType]
         lengths=("prompt",),  # pyright: ignore[reportArgumentType]
     )
-    names: Any = (own,) * count
-    return Cache(prefix=axes, keys=names, values=names)
+    return Cache(prefix=axes, keys=named(cache.keys, own), values=named(cache.values, own))
 
 
-def check_decode(stacks: tuple[Any, ...], token: Array, cache: Cache) -> None:
-    """The parameters, the token and the cache must belong together."""
-    ours = tuple(depth(stack) for stack in stacks)
-    theirs = tuple(leaf.shape[0] for leaf in cache.keys)
-    if ours != theirs:
-        raise ValueError(
-            f"cache: its layers are grouped as {theirs}, the parameters' as {ours}; "
-            "prefill and decode take the same parameters"
-        )
-    rows = cache.keys[0].shape[1:3]
-    if token.shape != rows:
-        raise ValueError(f"token: shape {token.shape}; the cache has [P, G] = {list(rows)}")
+def keep_rows(cache: Any, rows: Any) -> Any:
+    """The cache with its prompts' axis laid as `rows` says; its other axes are the compiler's.
 
-
-def _write(stacked: Array, layer: Array | int, new: Array, step: Array, axis: int) -> Array:
-    """Put `new` [P, G, …] into slot `step` of `layer` ([n, P, G, …]), in place inside a loop.
-
-    `axis` is the slots' axis within one row's [K, ·, ·].
-    """
-    if step.ndim == 0:
-        at: list[Any] = [layer, *[0] * (stacked.ndim - 1)]
-        at[3 + axis] = step
-        return jax.lax.dynamic_update_slice(stacked, jnp.expand_dims(new, (0, 3 + axis)), at)
-    prompts, groups = stacked.shape[1:3]
-    p, g = jnp.arange(prompts)[:, None], jnp.arange(groups)[None]
-    if axis == 2:
-        return stacked.at[layer, p, g, :, :, step].set(new)
-    return stacked.at[layer, p, g, :, step, :].set(new)
-
-
-def _attend(
-    q: Array, prefix: tuple[Array, Array], mask: Array, suffix: tuple[Array, Array], step: Array
-) -> Array:
-    """Softmax over prefix and suffix together, without concatenating them.
+    Under Auto axes the compiler follows the weights: where one mesh axis splits both the weights
+    and the rows, every device would hold every row of the cache. Under Explicit axes the cache
+    lies with its rows anyway.
 
     Args:
-      q: ``[P, G, N, H]``.
-      prefix: keys ``[P, K, H, Tp]``, values ``[P, K, Tp, H]``.
-      mask: bool ``[P, Tp]``.
-      suffix: keys ``[P, G, K, H, S]``, values ``[P, G, K, S, H]``.
-      step: scalar or ``[P, G]``: the last slot a row may read.
+      cache: a :class:`Cache`, inside ``jit``; anything else is left alone.
+      rows: what :func:`rlhf_jax.models.explicit.rows_of` says of the prompts.
+
+    Returns:
+      The same cache.
     """
-    grouped = split_groups(q, prefix[0].shape[1])
-    wide: Any = dict(preferred_element_type=jnp.float32)
-    scale = q.shape[-1] ** -0.5
-    # batch axes (p, k) in front: what XLA's CPU matmul wants of bf16
-    past = jnp.einsum("pkgqh,pkht->pkgqt", grouped.swapaxes(1, 2), prefix[0], **wide) * scale
-    past = past.swapaxes(1, 2)
-    own = jnp.einsum("pgkqh,pgkhs->pgkqs", grouped, suffix[0], **wide) * scale
-    past = jnp.where(mask[:, None, None, None], past, NEGATIVE)
-    slots = jnp.arange(own.shape[-1]) <= jnp.expand_dims(step, -1)
-    own = jnp.where(slots if step.ndim == 0 else slots[:, :, None, None], own, NEGATIVE)
-    top = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
-    past, own = jnp.exp(past - top), jnp.exp(own - top)
-    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
-    weights = past.astype(q.dtype).swapaxes(1, 2)
-    out = jnp.einsum("pkgqt,pkth->pkgqh", weights, prefix[1], **wide).swapaxes(1, 2)
-    out += jnp.einsum("pgkqs,pgksh->pgkqh", own.astype(q.dtype), suffix[1], **wide)
-    return (out / total).astype(q.dtype).reshape(q.shape)
+    context = jax.sharding.get_abstract_mesh()
+    if rows is None or jax.sharding.AxisType.Explicit in context.axis_types:
+        return cache
+    if not isinstance(cache, Cache):
+        return cache
+    mesh = rows.mesh if context.empty else context
+
+    def keep(leaf: Array, names: tuple[str | None, ...]) -> Array:
+        free = jax.P.UNCONSTRAINED
+        spec = jax.P(*(rows.spec[0] if name == "prompt" else free for name in names))
+        return jax.lax.with_sharding_constraint(leaf, jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map(keep, cache, cache_axes(cache))
 
 
-def decode_layers(
-    layer: Callable[..., tuple[Array, Any]],
-    stacks: tuple[Any, ...],
-    x: Array,
-    cache: Cache,
-    step: Array,
-) -> tuple[Array, Cache]:
-    """Run every layer on one token per row; scans stacks of several layers, unrolls single ones."""
+def append(held: Any, new: Array, step: Array, axis: int) -> Any:
+    """Put the tokens `new` ``[n, P, G, K, H]`` into slot `step` of every row, all layers at once.
 
-    def one(x: Array, keys: Array, values: Array, index: Array | int, layer_xs: Any):
-        layer_params, prefix_keys, prefix_values = layer_xs
+    A per-row step beyond the room writes nothing.
+    """
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-            new_keys = _write(keys, index, k, step, 2)
-            new_values = _write(values, index, v, step, 1)
-            own = tuple(
-                jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False)
-                for leaf in (new_keys, new_values)
-            )
-            prefix = (prefix_keys, prefix_values)
-            return _attend(q, prefix, cache.prefix.mask, own, step), (new_keys, new_values)
+    def put(leaf: Array, value: Array) -> Array:
+        if step.ndim == 0:
+            at = leaf.ndim + axis
+            return jax.lax.dynamic_update_slice_in_dim(leaf, value, step, axis=at)
+        # One scatter with [P, G] as batch axes: in place, and each device keeps to its own rows.
+        window = tuple(i for i in range(leaf.ndim - 1) if i not in (1, 2))
+        numbers = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=window,
+            inserted_window_dims=(leaf.ndim + axis,),
+            scatter_dims_to_operand_dims=(leaf.ndim + axis,),
+            operand_batching_dims=(1, 2),
+            scatter_indices_batching_dims=(0, 1),
+        )
+        return jax.lax.scatter(
+            leaf,
+            step[..., None],
+            jnp.squeeze(value, axis),
+            numbers,
+            unique_indices=True,
+            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+        )
 
-        return layer(layer_params, x, attend)
-
-    def body(carry: tuple[Array, Array, Array], xs: tuple[Array, Any]):
-        x, keys, values = carry
-        x, (keys, values) = one(x, keys, values, xs[0], xs[1])
-        return (x, keys, values), None
-
-    all_keys, all_values = [], []
-    parts = zip(
-        stacks, cache.prefix.keys, cache.prefix.values, cache.keys, cache.values, strict=True
-    )
-    for stack, prefix_keys, prefix_values, keys, values in parts:
-        xs = (stack, prefix_keys, prefix_values)
-        if (count := depth(stack)) == 1:
-            x, (keys, values) = one(x, keys, values, 0, jax.tree.map(lambda leaf: leaf[0], xs))
-        else:
-            (x, keys, values), _ = jax.lax.scan(body, (x, keys, values), (jnp.arange(count), xs))
-        all_keys.append(keys)
-        all_values.append(values)
-    return x, Cache(prefix=cache.prefix, keys=tuple(all_keys), values=tuple(all_values))
+    # The head width's axis in [..., K, H, 1] (keys) and [..., K, 1, H] (values): the other one.
+    value = stored(jnp.expand_dims(new, axis), held_dtype(held), axis=-3 - axis)
+    return jax.tree.map(put, held, value)

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_jax.models import windows
+from rlhf_jax.models.refusals import unsupported
+
 __all__ = ["DecoderConfig", "RopeScaling"]
 
 # architecture → (model_type, biases on q/k/v, norm on q/k)
@@ -24,10 +27,6 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-
-
-def _unsupported(field: str, value: Any, supported: str) -> ValueError:
-    return ValueError(f"config: {field}={value!r} is not supported; supported: {supported}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3"):
-            raise _unsupported("rope_type", self.kind, "default, linear, llama3")
+            raise unsupported("rope_type", self.kind, "default, linear, llama3")
         if not self.factor > 0:
             raise ValueError(f"config: rope factor={self.factor!r}; it must be positive")
         if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor:
@@ -78,13 +77,16 @@ class DecoderConfig:
         q, k, v) or ``Qwen3ForCausalLM`` (RMS norm on q and k).
       norm_eps: ε of the RMS norms.
       rope_theta, rope_scaling: rotary base and :class:`RopeScaling` or None.
+      layer_windows: for each layer, how many tokens back a query sees, itself included (a sliding
+        window); 0 means all. Empty means all in every layer.
       tie_embeddings: the head is the embedding matrix.
       max_position_embeddings: context length; information only.
       initializer_range: standard deviation of fresh weights.
       bos_token_id, eos_token_ids, pad_token_id: special ids (None / empty where the file has none).
 
     Raises:
-      ValueError: sizes that do not divide or are not positive, or an unknown architecture.
+      ValueError: sizes that do not divide or are not positive, windows that do not fit, or an
+        unknown architecture.
 
     >>> config = DecoderConfig(
     ...     vocab_size=16, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4
@@ -104,6 +106,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    layer_windows: tuple[int, ...] = ()
     tie_embeddings: bool = True
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
@@ -113,7 +116,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.architecture not in _FAMILIES:
-            raise _unsupported("architectures", self.architecture, ", ".join(_FAMILIES))
+            raise unsupported("architectures", self.architecture, ", ".join(_FAMILIES))
         if not self.num_kv_heads:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if not self.head_dim and self.num_heads > 0:
@@ -135,6 +138,13 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"config: head_dim={self.head_dim}; rotary positions need it even")
+        found = windows.checked(self.layer_windows, self.architecture, self.num_layers)
+        object.__setattr__(self, "layer_windows", found)
+
+    @property
+    def windows(self) -> tuple[int, ...] | None:
+        """Each layer's window with a number past every length for "all"; None without windows."""
+        return tuple(window or windows.ALL for window in self.layer_windows) or None
 
     @property
     def qkv_bias(self) -> bool:
@@ -180,7 +190,7 @@ class DecoderConfig:
         architecture = _architecture(raw)
         _check_features(raw, architecture)
         theta, scaling = _rope(raw)
-        heads = _required(raw, "num_attention_heads")
+        heads, layers = (_required(raw, f"num_{n}") for n in ("attention_heads", "hidden_layers"))
         head_dim = raw.get("head_dim")
         if head_dim is None and architecture == "Qwen3ForCausalLM":
             head_dim = _QWEN3_HEAD_DIM
@@ -190,7 +200,7 @@ class DecoderConfig:
             vocab_size=_required(raw, "vocab_size"),
             hidden_size=_required(raw, "hidden_size"),
             intermediate_size=_required(raw, "intermediate_size"),
-            num_layers=_required(raw, "num_hidden_layers"),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=head_dim or 0,
@@ -198,6 +208,7 @@ class DecoderConfig:
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
+            layer_windows=windows.from_hf(raw, architecture, layers),
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
             initializer_range=float(raw.get("initializer_range", 0.02)),
@@ -249,7 +260,9 @@ class DecoderConfig:
             "pad_token_id": self.pad_token_id,
             "dtype": "float32",
         }
-        return out if qkv_bias else {**out, "attention_bias": False}
+        if not qkv_bias:
+            out["attention_bias"] = False
+        return out | windows.to_hf(self.layer_windows)
 
 
 def _read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -298,29 +311,24 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     if not names:
         by_type = {model_type: name for name, (model_type, _, _) in _FAMILIES.items()}
         if raw.get("model_type") not in by_type:
-            raise _unsupported("model_type", raw.get("model_type"), ", ".join(by_type))
+            raise unsupported("model_type", raw.get("model_type"), ", ".join(by_type))
         return by_type[raw["model_type"]]
     if names[0] not in _FAMILIES:
-        raise _unsupported("architectures", names[0], ", ".join(_FAMILIES))
+        raise unsupported("architectures", names[0], ", ".join(_FAMILIES))
     return names[0]
 
 
 def _check_features(raw: Mapping[str, Any], architecture: str) -> None:
     """Refuse what would silently give other logits."""
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise _unsupported("hidden_act", raw["hidden_act"], "silu")
+        raise unsupported("hidden_act", raw["hidden_act"], "silu")
     bias = _FAMILIES[architecture][1]
     if bool(raw.get("attention_bias", bias)) != bias:
-        raise _unsupported("attention_bias", raw["attention_bias"], f"{bias} for {architecture}")
+        raise unsupported("attention_bias", raw["attention_bias"], f"{bias} for {architecture}")
     if raw.get("mlp_bias"):
-        raise _unsupported("mlp_bias", raw["mlp_bias"], "False")
+        raise unsupported("mlp_bias", raw["mlp_bias"], "False")
     if raw.get("quantization_config") is not None:
-        raise _unsupported("quantization_config", raw["quantization_config"], "plain weights")
-    others = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
-    if others:
-        raise _unsupported("layer_types", others, "full_attention in every layer")
-    if raw.get("use_sliding_window") and raw.get("sliding_window"):
-        raise _unsupported("use_sliding_window", True, "False (full attention)")
+        raise unsupported("quantization_config", raw["quantization_config"], "plain weights")
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -328,16 +336,16 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope: Mapping[str, Any] = raw.get(field) or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise _unsupported(field, dict(rope), "one setting for all layers")
+        raise unsupported(field, dict(rope), "one setting for all layers")
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
-        raise _unsupported("partial_rotary_factor", partial, "1.0")
+        raise unsupported("partial_rotary_factor", partial, "1.0")
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3"):
-        raise _unsupported(f"{field}.rope_type", kind, "default, linear, llama3")
+        raise unsupported(f"{field}.rope_type", kind, "default, linear, llama3")
     keys = _LLAMA3_KEYS if kind == "llama3" else ("factor",)
     values = dict(rope)
     if kind == "llama3" and values.get("original_max_position_embeddings") is None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,16 +29,22 @@ from flax import nnx
 from rlhf_jax.models import cache as caching
 from rlhf_jax.models.cache import Cache, Prefix
 from rlhf_jax.models.config import DecoderConfig
-from rlhf_jax.models.explicit import auto_inside, placed, rows
+from rlhf_jax.models.decoding import decode_layers
+from rlhf_jax.models.entry import check_decode, check_entry, check_shapes
+from rlhf_jax.models.explicit import auto_inside, like_rows, placed, sharded_as
 from rlhf_jax.models.layers import (
     Attend,
     Block,
     Shell,
     attention_inputs,
+    definitions,
+    logical_axes,
     masked_attention,
     rms_norm,
     rotary_angles,
+    within,
 )
+from rlhf_jax.models.stacks import per_layer, restack, scan
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -51,24 +58,7 @@ _REMAT = {
 }
 
 
-@functools.lru_cache(maxsize=64)
-def _definitions(config: DecoderConfig) -> tuple[Any, Any, Any]:
-    """Static structure of a block, and the abstract states of block and shell."""
-    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
-    shell = nnx.eval_shape(lambda: Shell(config, nnx.Rngs(0)))
-    graph, state = nnx.split(block)
-    return graph, state, nnx.state(shell)
-
-
-def _axes(state: Any, leading: tuple[str, ...]) -> Any:
-    """The logical axis names that each parameter of an abstract state carries."""
-    return nnx.to_pure_dict(
-        jax.tree.map(
-            lambda variable: (*leading, *variable.get_metadata()["axes"]),
-            state,
-            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-        )
-    )
+_KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +72,13 @@ class Decoder:
       dtype: compute dtype of the matmuls; norms, softmax and logits are float32 in any case.
       remat: what the backward pass recomputes: ``"none"``, ``"dots"`` (all but the weight
         matmuls) or ``"full"`` (everything but each layer's input).
+      kv_dtype: what the key/value cache holds: None (the compute dtype), float32, bfloat16,
+        float16 or ``"int8"`` (with a float32 scale per row, head and token). Only keys and values
+        that are read back in a later step are rounded: prompts attend to themselves, and a new
+        token to itself, with unrounded ones, as the learner does.
 
     Raises:
-      ValueError: stacks that do not sum to the layers, or an unknown remat.
+      ValueError: stacks that do not sum to the layers, an unknown remat or cache dtype.
 
     >>> import jax, jax.numpy as jnp, rlhf_jax as rl
     >>> config = rl.models.DecoderConfig(
@@ -101,6 +95,7 @@ class Decoder:
     stacks: tuple[int, ...] = ()
     dtype: Any = jnp.float32
     remat: str = "none"
+    kv_dtype: Any = None
 
     def __post_init__(self) -> None:
         stacks = tuple(int(n) for n in self.stacks) or (self.config.num_layers,)
@@ -108,6 +103,12 @@ class Decoder:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.remat not in _REMAT:
             raise ValueError(f"remat: got {self.remat!r}; choose one of {sorted(_REMAT)}")
+        if self.kv_dtype is not None:
+            object.__setattr__(self, "kv_dtype", np.dtype(self.kv_dtype))
+            if self.kv_dtype.name not in _KV_DTYPES:
+                raise ValueError(
+                    f"kv_dtype: got {self.kv_dtype.name!r}; choose None or one of {_KV_DTYPES}"
+                )
 
     def _check_stacks(self, stacks: tuple[int, ...]) -> tuple[int, ...]:
         if any(n <= 0 for n in stacks) or sum(stacks) != self.config.num_layers:
@@ -150,8 +151,9 @@ class Decoder:
         Returns:
           Names are ``"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp"``.
         """
-        _, block, shell = _definitions(self.config)
-        return {**_axes(shell, ()), "layers": (_axes(block, ("layers",)),) * len(self.stacks)}
+        _, block, shell = definitions(self.config)
+        layers = (logical_axes(block, ("layers",)),) * len(self.stacks)
+        return {**logical_axes(shell, ()), "layers": layers}
 
     def restack(self, params: Params, stacks: tuple[int, ...]) -> Params:
         """The same parameters with the layers grouped into other stacks.
@@ -167,7 +169,7 @@ class Decoder:
           ValueError: stacks that do not sum to the layers.
         """
         stacks = self._check_stacks(tuple(stacks))
-        return {**params, "layers": caching.restack(params["layers"], stacks)}
+        return {**params, "layers": restack(params["layers"], stacks)}
 
     def head(self, params: Params) -> tuple[Array, str]:
         """The output matrix and its layout, tied or not.
@@ -213,30 +215,27 @@ class Decoder:
             both of tokens and inputs.
         """
         to_stack = len(params["layers"]) if to_stack is None else to_stack
-        source = self._check_entry(params, tokens, inputs, from_stack, to_stack)
+        source = check_entry(params, tokens, inputs, from_stack, to_stack, self.config.hidden_size)
         batch, length = source.shape[:2]
-        for name, value in (
-            ("attention_mask", attention_mask),
-            ("positions", positions),
-            ("segment_ids", segment_ids),
-        ):
-            if value is not None and value.shape != (batch, length):
-                raise ValueError(
-                    f"{name}: shape {value.shape} does not agree with tokens {(batch, length)}"
-                )
+        check_shapes(
+            (batch, length),
+            attention_mask=attention_mask,
+            positions=positions,
+            segment_ids=segment_ids,
+        )
 
         def run(params: Params, source: Array, given: tuple[Any, Any, Any]) -> Array:
             x = self._embed(params, source) if inputs is None else source.astype(self.dtype)
-            mask, where = attention_inputs(batch, length, *given)
+            mask, where, places = attention_inputs(batch, length, *given)
 
-            def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-                return masked_attention(q, k, v, mask), None
+            def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+                return masked_attention(q, k, v, within(mask, places, window)), None
 
-            x, _ = self._run(params["layers"][from_stack:to_stack], x, where, attend)
+            x, _ = self._run(params["layers"], x, where, attend, slice(from_stack, to_stack))
             return self._final_norm(params, x) if to_stack == len(params["layers"]) else x
 
         given = (attention_mask, positions, segment_ids)
-        return auto_inside(run, lambda: rows(source, 0, 0, 1), source, params, source, given)
+        return auto_inside(run, lambda: like_rows(source, 0, 1), source, params, source, given)
 
     def logits(self, params: Params, tokens: Array | None, **options: Any) -> Array:
         """Logits of the next token at every position: float32 ``[B, T, V]``.
@@ -261,7 +260,7 @@ class Decoder:
 
         matrix, _ = self.head(params)
         lead = range(hidden.ndim - 1)
-        return auto_inside(run, lambda: rows(hidden, 0, *lead), hidden, matrix, hidden)
+        return auto_inside(run, lambda: like_rows(hidden, *lead), hidden, matrix, hidden)
 
     # generation
 
@@ -279,26 +278,30 @@ class Decoder:
           The hidden state of each prompt's last real token ``[P, D]`` (after the final norm) and
           the :class:`Prefix` for :meth:`init_cache`.
         """
-        self._check_entry(params, tokens, None, 0, len(params["layers"]))
+        check_entry(params, tokens)
+        check_shapes(tokens.shape, attention_mask=attention_mask)
         valid = jnp.ones_like(tokens, bool) if attention_mask is None else attention_mask
-        if valid.shape != tokens.shape:
-            raise ValueError(
-                f"attention_mask: shape {valid.shape} does not agree with tokens {tokens.shape}"
-            )
 
         def out() -> Any:
-            row, layer = rows(tokens, 0, 0), rows(tokens, 1, 0)
+            row = like_rows(tokens, 0)
+            heads = (params["layers"][0]["attn"]["k"]["weight"], 1)
+            layer: Any = sharded_as(None, (tokens, 0), heads)
             return row, Prefix(keys=layer, values=layer, mask=row, lengths=row)
 
         return auto_inside(self._prefill, out, tokens, params, tokens, valid.astype(bool))
 
     def _prefill(self, params: Params, tokens: Array, valid: Array) -> tuple[Array, Prefix]:
         x = self._embed(params, tokens)
-        mask, positions = attention_inputs(tokens.shape[0], tokens.shape[1], valid, None, None)
+        batch, length = tokens.shape
+        mask, positions, _ = attention_inputs(batch, length, valid, None, None)
+        dtype = self.dtype if self.kv_dtype is None else self.kv_dtype
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-            kept = (jnp.einsum("pskh->pkhs", k), jnp.einsum("pskh->pksh", v))
-            return masked_attention(q, k, v, mask), kept
+        def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            kept = (
+                caching.stored(jnp.einsum("pskh->pkhs", k), dtype, axis=-2),
+                caching.stored(jnp.einsum("pskh->pksh", v), dtype, axis=-1),
+            )
+            return masked_attention(q, k, v, within(mask, positions, window)), kept
 
         x, kept = self._run(params["layers"], x, positions, attend)
         last = jnp.max(jnp.where(valid, jnp.arange(tokens.shape[1]), 0), axis=1)
@@ -346,11 +349,11 @@ class Decoder:
         Raises:
           ValueError: shapes or stacks that do not agree.
         """
-        caching.check_decode(params["layers"], token, cache)
+        check_decode(params["layers"], token, cache)
         step = jnp.asarray(step, jnp.int32)
 
         def out() -> Any:
-            return rows(token, 0, 0, 1), placed(cache)
+            return like_rows(token, 0, 1), placed(cache)
 
         return auto_inside(self._decode, out, token, params, token, cache, step)
 
@@ -360,12 +363,14 @@ class Decoder:
         x = self._embed(params, token)
         positions = jnp.broadcast_to(cache.prefix.lengths[:, None] + step, token.shape)
         angles = rotary_angles(self.config, positions)
-        graph, _, _ = _definitions(self.config)
+        graph, _, _ = definitions(self.config)
 
         def layer(layer_params: Any, x: Array, attend: Attend) -> tuple[Array, Any]:
             return nnx.merge(graph, layer_params)(x, angles, attend)
 
-        x, cache = caching.decode_layers(layer, params["layers"], x, cache, step)
+        stacks = params["layers"]
+        windows = per_layer(self.config.windows, stacks)
+        x, cache = decode_layers(layer, stacks, windows, x, cache, step)
         return self._final_norm(params, x), cache
 
     # parts
@@ -373,53 +378,28 @@ class Decoder:
     def _embed(self, params: Params, tokens: Array) -> Array:
         return jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip").astype(self.dtype)
 
-    def _check_entry(
-        self, params: Params, tokens: Array | None, inputs: Array | None, start: int, end: int
-    ) -> Array:
-        """Tokens or inputs, whichever there is, checked."""
-        count = len(params["layers"])
-        if not 0 <= start <= end <= count:
-            raise ValueError(
-                f"from_stack, to_stack: got {start}, {end}; the parameters have {count} stacks"
-            )
-        if (tokens is None) == (inputs is None) or (start > 0) != (inputs is not None):
-            raise ValueError(
-                "tokens, inputs: give tokens to start at the embedding (from_stack=0), or inputs "
-                "with tokens=None to start at a later stack"
-            )
-        if tokens is not None:
-            if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-                raise ValueError(
-                    f"tokens: got {tokens.dtype}{list(tokens.shape)}; give integers [B, T]"
-                )
-            return tokens
-        assert inputs is not None
-        if inputs.ndim != 3 or inputs.shape[-1] != self.config.hidden_size:
-            raise ValueError(
-                f"inputs: shape {inputs.shape}; give [B, T, {self.config.hidden_size}]"
-            )
-        return inputs
-
     def _run(
-        self, stacks: tuple[Any, ...], x: Array, positions: Array, attend: Attend
+        self,
+        stacks: tuple[Any, ...],
+        x: Array,
+        positions: Array,
+        attend: Callable[..., tuple[Array, Any]],
+        part: slice = slice(None),
     ) -> tuple[Array, list[Any]]:
-        """Scan stack after stack; also what `attend` kept, one stacked tree per stack."""
-        graph, _, _ = _definitions(self.config)
+        """Scan the stacks in `part`; also what `attend` kept, one stacked tree per stack."""
+        graph, _, _ = definitions(self.config)
         angles = rotary_angles(self.config, positions)
 
-        def body(x: Array, layer_params: Any) -> tuple[Array, Any]:
-            return nnx.merge(graph, layer_params)(x, angles, attend)
+        def body(x: Array, xs: Any) -> tuple[Array, Any]:
+            layer_params, window = xs
+            return nnx.merge(graph, layer_params)(x, angles, functools.partial(attend, window))
 
         if (policy := _REMAT[self.remat]) is not None:
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         kept = []
-        for stack in stacks:
-            if caching.depth(stack) == 1:
-                x, own = body(x, jax.tree.map(lambda leaf: leaf[0], stack))
-                kept.append(jax.tree.map(lambda leaf: leaf[None], own))
-            else:
-                x, own = jax.lax.scan(body, x, stack)
-                kept.append(own)
+        for xs in list(zip(stacks, per_layer(self.config.windows, stacks), strict=True))[part]:
+            x, own = scan(body, x, xs)
+            kept.append(own)
         return x, kept
 
     def _final_norm(self, params: Params, x: Array) -> Array:

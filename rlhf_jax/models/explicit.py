@@ -1,7 +1,8 @@
 """Run a model under a mesh with Explicit axes: the compiler places what is inside.
 
 The decoder's inner products mix weights and rows in many layouts, so inside the model placement is
-the compiler's; outside, the rows of a result lie as the rows of the tokens do.
+the compiler's; outside, the rows of a result lie as the rows of the tokens do, and key/value heads
+as the weights that make them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import jax
 
-__all__ = ["auto_inside", "placed", "rows"]
+from rlhf_jax import checks
+
+__all__ = ["auto_inside", "like_rows", "placed", "rows_of", "sharded_as"]
 
 
 def _sharding(array: Any) -> Any:
@@ -24,13 +27,33 @@ def _sharding(array: Any) -> Any:
     return sharding if jax.sharding.AxisType.Explicit in kinds else None
 
 
-def rows(like: Any, lead: int, *axes: int) -> Any:
-    """Sharding of a result: ``lead`` whole axes first, then these axes as in ``like``."""
-    sharding = _sharding(like)
-    if sharding is None:
+def sharded_as(*axes: tuple[Any, int] | None) -> Any:
+    """Sharding of a result whose axes lie as ``(array, axis)`` does; None leaves an axis whole."""
+    found = [(_sharding(pair[0]), pair[1]) if pair else (None, 0) for pair in axes]
+    meshes = [sharding.mesh for sharding, _ in found if sharding is not None]
+    if not meshes:
         return None
-    spec = (*sharding.spec, *[None] * like.ndim)
-    return jax.NamedSharding(sharding.mesh, jax.P(*[None] * lead, *(spec[a] for a in axes)))
+    # A spec may be shorter than its array: the axes it does not name are whole.
+    spec = [None if s is None else (*s.spec, *[None] * (axis + 1))[axis] for s, axis in found]
+    return jax.NamedSharding(meshes[0], jax.P(*spec))
+
+
+def like_rows(like: Any, *axes: int | None) -> Any:
+    """Sharding of a result whose axes lie as these axes of ``like``."""
+    return sharded_as(*(None if axis is None else (like, axis) for axis in axes))
+
+
+def rows_of(array: Any) -> Any:
+    """How an array's rows are split over a mesh, for ``keep_rows``; None where that is not known.
+
+    Under Auto axes only a concrete array knows.
+    """
+    sharding = _sharding(array)
+    if sharding is None and checks.is_concrete(array):
+        sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, jax.NamedSharding) or not sharding.spec or not sharding.spec[0]:
+        return None
+    return jax.NamedSharding(sharding.mesh, jax.P(sharding.spec[0]))
 
 
 def placed(tree: Any) -> Any:

@@ -94,6 +94,7 @@ def load(
     stacks: tuple[int, ...] | None = None,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    kv_dtype: Any = None,
     param_dtype: Any = jnp.float32,
     as_numpy: bool = False,
 ) -> tuple[Decoder, Params]:
@@ -103,7 +104,7 @@ def load(
       name: as for :func:`resolve`.
       stacks: layers in each stack, e.g. ``(22, 8)``; None means one stack.
       dtype: compute dtype of the model.
-      remat: as for :class:`Decoder`.
+      remat, kv_dtype: as for :class:`Decoder`.
       param_dtype: dtype of the parameters.
       as_numpy: leave the parameters on the host, for ``jax.device_put`` with shardings.
 
@@ -122,7 +123,13 @@ def load(
     from safetensors import SafetensorError, safe_open
 
     folder = resolve(name)
-    model = Decoder(DecoderConfig.from_hf(folder), stacks=stacks or (), dtype=dtype, remat=remat)
+    model = Decoder(
+        DecoderConfig.from_hf(folder),
+        stacks=stacks or (),
+        dtype=dtype,
+        remat=remat,
+        kv_dtype=kv_dtype,
+    )
     handles: dict[str, Any] = {}
     try:
         for file in _weight_files(folder):

@@ -143,6 +143,26 @@ class Shell(nnx.Module):
         self.head = nnx.data(None if config.tie_embeddings else Linear(rngs, vocab, embed, std=std))
 
 
+@functools.lru_cache(maxsize=64)
+def definitions(config: DecoderConfig) -> tuple[Any, Any, Any]:
+    """Static structure of a block, and the abstract states of block and shell."""
+    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
+    shell = nnx.eval_shape(lambda: Shell(config, nnx.Rngs(0)))
+    graph, state = nnx.split(block)
+    return graph, state, nnx.state(shell)
+
+
+def logical_axes(state: Any, leading: tuple[str, ...]) -> Any:
+    """The logical axis names that each parameter of an abstract state carries."""
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda variable: (*leading, *variable.get_metadata()["axes"]),
+            state,
+            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+        )
+    )
+
+
 def rotary_frequencies(config: DecoderConfig) -> Array:
     """Inverse wavelengths θ^(−2i/H), i < H/2, stretched as ``config.rope_scaling`` says: [H/2]."""
     half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
@@ -203,14 +223,15 @@ def attention_inputs(
     attention_mask: Array | None,
     positions: Array | None,
     segment_ids: Array | None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """Who may read whom, and where everybody stands.
 
     A query reads a key when the key is not later, is a real token and is of the same segment; its
-    position is the number of real tokens of its segment before it.
+    place is the number of real tokens of its segment before it.
 
     Returns:
-      mask bool ``[B, T, T]`` and positions int32 ``[B, T]``.
+      mask bool ``[B, T, T]``, positions int ``[B, T]`` (the places, unless given) and places int32
+      ``[B, T]``.
     """
     index = jnp.arange(length)
     mask = jnp.broadcast_to(index[:, None] >= index[None, :], (batch, length, length))
@@ -218,9 +239,15 @@ def attention_inputs(
         mask = mask & attention_mask[:, None, :].astype(bool)
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    if positions is None:
-        if attention_mask is None and segment_ids is None:
-            positions = jnp.broadcast_to(index, (batch, length))
-        else:
-            positions = jnp.maximum(jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
-    return mask, positions
+    if attention_mask is None and segment_ids is None:
+        places = jnp.broadcast_to(index, (batch, length))
+    else:
+        places = jnp.maximum(jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
+    return mask, places if positions is None else positions, places
+
+
+def within(mask: Array, places: Array, window: Array | None) -> Array:
+    """`mask` without the keys that lie `window` or more real tokens back; None: no such limit."""
+    if window is None:
+        return mask
+    return mask & (places[:, :, None] - places[:, None, :] < window)

@@ -2,7 +2,9 @@
 
 from rlhf_jax.sampling.buckets import round_up
 from rlhf_jax.sampling.draw import categorical, row_keys, token_key_uniforms
+from rlhf_jax.sampling.engine import Engine, QueueFullError
 from rlhf_jax.sampling.generate import compilations, generate
+from rlhf_jax.sampling.groups import EngineStats, FinishedGroup, FinishedRow, to_rollout
 from rlhf_jax.sampling.options import SamplingOptions, forbid
 from rlhf_jax.sampling.rows import Prompts, Rows, SamplerModel, advance, draw_next, start
 from rlhf_jax.sampling.sample import Drawn, History, sample
@@ -19,8 +21,13 @@ from rlhf_jax.sampling.transforms import (
 __all__ = [
     "NEG_INF",
     "Drawn",
+    "Engine",
+    "EngineStats",
+    "FinishedGroup",
+    "FinishedRow",
     "History",
     "Prompts",
+    "QueueFullError",
     "Rows",
     "SamplerModel",
     "SamplingOptions",
@@ -39,6 +46,7 @@ __all__ = [
     "sample",
     "start",
     "temper",
+    "to_rollout",
     "token_key_uniforms",
     "top_k_top_p",
 ]

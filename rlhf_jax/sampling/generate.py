@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from rlhf_jax import checks
+from rlhf_jax.models.cache import keep_rows
+from rlhf_jax.models.explicit import auto_inside, like_rows, rows_of
 from rlhf_jax.sampling import buckets, draw
 from rlhf_jax.sampling.options import SamplingOptions
 from rlhf_jax.sampling.rows import Prompts, Rows, SamplerModel, advance, draw_next, start
@@ -131,6 +134,7 @@ def generate(
         jnp.asarray(version, jnp.int32),
         group_size=group_size,
         room=room,
+        row_sharding=rows_of(given.prompts[0]),
     )
     return buckets.cut_rows(rollout, count * group_size)
 
@@ -145,7 +149,8 @@ def compilations() -> int:
     >>> compilations() >= 0
     True
     """
-    return _generate._cache_size()
+    compiled: Any = _generate
+    return compiled._cache_size()
 
 
 def _check(tokens: Any, attention_mask: Any, group_size: int) -> int:
@@ -186,7 +191,7 @@ def _room(max_new_tokens: Any, room: int | None) -> int:
     return room
 
 
-@functools.partial(jax.jit, static_argnames=("model", "group_size", "room"))
+@functools.partial(jax.jit, static_argnames=("model", "group_size", "room", "row_sharding"))
 def _generate(
     model: SamplerModel,
     params: Params,
@@ -198,20 +203,42 @@ def _generate(
     *,
     group_size: int,
     room: int,
+    row_sharding: Any = None,
 ) -> Rollout:
-    prompts = _left_padded(prompts)
-    keys = key if key.ndim else draw.row_keys(key, group_ids, group_size)
-    hidden, prefix = model.prefill(params, *prompts)
-    cache = model.init_cache(prefix, group_size=group_size, max_new_tokens=room)
-    logits = model.project(params, hidden)[:, None]
-    logits = jnp.broadcast_to(logits, (*keys.shape, logits.shape[-1]))
-    rows = draw_next(start(keys, cache, options, room), logits, keys, options, prompts)
-    rows = jax.lax.while_loop(
-        lambda rows: ~jnp.all(rows.done) & (rows.step < room),
-        lambda rows: advance(model, params, rows, keys, options, prompts),
-        rows,
-    )
-    return _rollout(rows, prompts, group_ids, version)
+    def run(
+        params: Params,
+        prompts: Prompts,
+        key: jax.Array,
+        options: SamplingOptions,
+        group_ids: jax.Array,
+        version: jax.Array,
+    ) -> Rollout:
+        prompts = _left_padded(prompts)
+        keys = key if key.ndim else draw.row_keys(key, group_ids, group_size)
+        hidden, prefix = model.prefill(params, *prompts)
+        cache = model.init_cache(prefix, group_size=group_size, max_new_tokens=room)
+        cache = keep_rows(cache, row_sharding)
+        logits = model.project(params, hidden)[:, None]
+        logits = jnp.broadcast_to(logits, (*keys.shape, logits.shape[-1]))
+        rows = draw_next(start(keys, cache, options, room), logits, keys, options, prompts)
+        rows = jax.lax.while_loop(
+            lambda rows: ~jnp.all(rows.done) & (rows.step < room),
+            lambda rows: advance(model, params, rows, keys, options, prompts),
+            rows,
+        )
+        return _rollout(rows, prompts, group_ids, version)
+
+    given = (params, prompts, key, options, group_ids, version)
+    return auto_inside(run, lambda: _placement(prompts), prompts.tokens, *given)
+
+
+def _placement(prompts: Prompts) -> Any:
+    """Under Explicit axes the rollout's rows lie as the prompts do."""
+    rows = like_rows(prompts.tokens, 0)
+    fields: dict[str, Any] = {field.name: rows for field in dataclasses.fields(Rollout)}
+    whole = jax.NamedSharding(rows.mesh, jax.P())
+    fields |= {"version": whole, "trunk": None, "start": prompts.tokens.shape[1]}
+    return Rollout(**fields)
 
 
 def _left_padded(prompts: Prompts) -> Prompts:

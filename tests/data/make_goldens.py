@@ -51,6 +51,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3", dict(tie_word_embeddings=False, head_dim=12)),
+    "qwen2_window": (
+        "Qwen2",
+        dict(
+            tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
+    ),
+    "qwen3_window": (
+        "Qwen3",
+        dict(
+            tie_word_embeddings=False,
+            head_dim=12,
+            use_sliding_window=True,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
 }
 PROMPTS = (
     "The capital of France is",
@@ -91,14 +107,21 @@ def make_family(name: str, seed: int) -> None:
 
 def run(model: Any, tokens: np.ndarray, mask: np.ndarray, columns: Any = slice(None)) -> Any:
     """The reference's logits as it computes them in float32, and in double precision."""
-    found = {}
-    for name, dtype in (("logits", torch.float32), ("exact", torch.float64)):
+
+    def logits(dtype: torch.dtype, ids: np.ndarray, valid: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             out = model.to(dtype).eval()(
-                input_ids=torch.tensor(tokens, dtype=torch.long),
-                attention_mask=torch.tensor(mask, dtype=torch.long),
+                input_ids=torch.tensor(ids, dtype=torch.long),
+                attention_mask=torch.tensor(valid, dtype=torch.long),
             )
-        found[name] = (out.logits.numpy()[..., columns] * mask[..., None]).astype(np.float32)
+        return out.logits.numpy()[..., columns]
+
+    found = {"logits": (logits(torch.float32, tokens, mask) * mask[..., None]).astype(np.float32)}
+    # Row by row: in double precision the reference has NaN on padding that sees no token at all.
+    found["exact"] = np.zeros_like(found["logits"])
+    for row, count in enumerate(mask.sum(axis=1)):
+        part = slice(row, row + 1), slice(count)
+        found["exact"][part] = logits(torch.float64, tokens[part], mask[part])
     return found
 
 

@@ -40,6 +40,11 @@ def prefill(model, *args):
     return model.prefill(*args)
 
 
+@jax.jit(static_argnums=0)
+def hidden_of(model, *args, **options):
+    return model.hidden(*args, **options)
+
+
 def expected(model, params, prompts, suffix):
     """What the full forward pass says from the last prompt token on: [P, G, STEPS + 1, D]."""
     out = np.zeros((3, GROUP, STEPS + 1, CONFIG.hidden_size), np.float32)
@@ -47,7 +52,7 @@ def expected(model, params, prompts, suffix):
     for row in range(3 * GROUP):
         p, g = divmod(row, GROUP)
         rows[row, : LENGTHS[p] + STEPS] = [*prompts[p, : LENGTHS[p]], *suffix[p, g]]
-    hidden = np.asarray(jax.jit(model.hidden)(params, rows))
+    hidden = np.asarray(hidden_of(model, params, rows))
     for row in range(3 * GROUP):
         p, g = divmod(row, GROUP)
         out[p, g] = hidden[row, LENGTHS[p] - 1 : LENGTHS[p] + STEPS]
@@ -127,6 +132,107 @@ def test_a_cache_can_grow_while_decoding(setup):
         np.testing.assert_allclose(a, b, atol=1e-6)
     with pytest.raises(ValueError, match="already has 5"):
         rl.models.extend_cache(small, 3)
+
+
+def poisoned(held, lower, upper, axis):
+    """NaN in the slots before `lower` and from `upper` on: whoever reads them has NaN."""
+    index = np.arange(held.shape[axis]).reshape([-1] + [1] * (-1 - axis))
+    return jnp.where((index < lower) | (index >= upper), jnp.nan, held)
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize(("step", "read"), [(0, 64), (63, 64), (64, 64), (65, 128), (200, 300)])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_only_the_bucket_in_use_of_the_suffix_is_read(setup, step, read, per_row):
+    model, params, prompts, suffix = setup
+    _, prefix = prefill(model, params, prompts)
+    cache = model.init_cache(prefix, group_size=GROUP, max_new_tokens=300)
+    noise = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(3), leaf.shape), (cache.keys, cache.values)
+    )
+    cache = dataclasses.replace(cache, keys=noise[0], values=noise[1])
+    at = jnp.full((3, GROUP), step).at[0, 0].set(0) if per_row else step
+    want, _ = decode(model, params, suffix[:, :, 0], cache, at)
+    clean = dataclasses.replace(
+        cache,
+        keys=tuple(poisoned(keys, 0, read, -1) for keys in cache.keys),
+        values=tuple(poisoned(values, 0, read, -2) for values in cache.values),
+    )
+    found, _ = decode(model, params, suffix[:, :, 0], clean, at)
+    np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.fault(9, 44)
+@pytest.mark.parametrize(("first", "last"), [(0, 40), (0, 70), (190, 199), (100, 180), (3, 150)])
+def test_only_the_columns_with_prompt_tokens_are_read(setup, first, last):
+    model, params, _, _ = setup
+    width, count = 200, last - first + 1
+    short = max(1, count // 2)  # one prompt reaches both ends, the others lie inside
+    tokens = jax.random.randint(jax.random.key(4), (3, width + 1), 0, 40)
+    token = jnp.repeat(tokens[:, -1:], GROUP, axis=1)
+    mask = np.zeros((3, width), bool)
+    mask[0, first : last + 1] = mask[1, first : first + short] = mask[2, last - short : last] = True
+    _, prefix = prefill(model, params, tokens[:, :-1], mask)
+    cache = model.init_cache(prefix, group_size=GROUP, max_new_tokens=1)
+    want, _ = decode(model, params, token, cache, 0)
+    read = next(size for size in (64, 128, 200) if size >= count)
+    start = min(first, width - read)
+    prefix = dataclasses.replace(
+        prefix,
+        keys=tuple(poisoned(keys, start, start + read, -1) for keys in prefix.keys),
+        values=tuple(poisoned(values, start, start + read, -2) for values in prefix.values),
+    )
+    found, _ = decode(model, params, token, dataclasses.replace(cache, prefix=prefix), 0)
+    np.testing.assert_array_equal(found, want)
+    mask = np.append(mask, [[True]] * 3, axis=1)
+    whole = hidden_of(model, params, tokens, attention_mask=mask)[:, -1]
+    np.testing.assert_allclose(found, np.repeat(whole[:, None], GROUP, axis=1), atol=2e-5)
+
+
+@pytest.mark.fault(44)
+def test_decoding_across_buckets_equals_the_full_forward_pass(setup):
+    model, params, prompts, _ = setup
+    steps = 140
+    rows = jax.random.randint(jax.random.key(5), (3, PROMPT + steps), 0, 40).at[:, :PROMPT]
+    rows = rows.set(prompts)
+    _, prefix = prefill(model, params, prompts)
+    cache = model.init_cache(prefix, group_size=1, max_new_tokens=160)
+
+    def step(cache, xs):
+        index, token = xs
+        hidden, cache = model.decode(params, token[:, None], cache, index)
+        return cache, hidden[:, 0]
+
+    _, found = jax.jit(lambda *xs: jax.lax.scan(step, cache, xs))(
+        jnp.arange(steps), rows[:, PROMPT:].T
+    )
+    want = hidden_of(model, params, rows)[:, PROMPT:]
+    np.testing.assert_allclose(found.swapaxes(0, 1), want, atol=2e-5)
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_a_decode_loop_never_copies_the_cache(setup, per_row):
+    model, params, prompts, suffix = setup
+    _, prefix = prefill(model, params, prompts)
+    cache = model.init_cache(prefix, group_size=GROUP, max_new_tokens=4096)
+
+    def loop(params, cache, token):
+        def body(carry):
+            step, cache, hidden = carry
+            at = jnp.full(token.shape, step) if per_row else step
+            hidden, cache = model.decode(params, token, cache, at)
+            return step + 1, cache, hidden
+
+        start = (0, cache, jnp.zeros((3, GROUP, CONFIG.hidden_size)))
+        return jax.lax.while_loop(lambda carry: carry[0] < 4000, body, start)
+
+    compiled = jax.jit(loop, donate_argnums=1).lower(params, cache, suffix[:, :, 0]).compile()
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.keys, cache.values)))
+    assert compiled.memory_analysis().temp_size_in_bytes < held / 2
+    whole = [",".join(map(str, leaf.shape)) for leaf in (*cache.keys, *cache.values)]
+    copies = [line for line in compiled.as_text().splitlines() if " copy(" in line]
+    assert not [line for line in copies if any(shape in line for shape in whole)]
 
 
 def test_the_step_is_traced(setup):

@@ -98,9 +98,51 @@ def test_what_is_not_supported_is_named(change, words):
         assert word in str(error.value)
 
 
-def test_sliding_window_that_is_off_is_fine():
-    off = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 8}
-    assert Config.from_hf(LLAMA | off).architecture == "Qwen2ForCausalLM"
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 4}
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, ()),
+        ({"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}, ()),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, ()),
+        (SLIDING, ()),  # the default is for models of more than 28 layers
+        (SLIDING | {"max_window_layers": 4}, ()),
+        (SLIDING | {"max_window_layers": 1}, (0, 8, 8, 8)),
+        ({"use_sliding_window": True, "max_window_layers": 3}, (0, 0, 0, 4096)),
+        (SLIDING | {"layer_types": KINDS, "max_window_layers": 9}, (8, 0, 0, 8)),
+        (SLIDING | {"layer_types": ["full_attention"] * 4, "max_window_layers": 0}, ()),
+    ],
+)
+def test_sliding_windows_are_those_of_the_reference(change, windows):
+    for raw in (QWEN2 | change, QWEN2 | change | {"architectures": ["Qwen3ForCausalLM"]}):
+        config = Config.from_hf(raw)
+        assert config.layer_windows == windows
+        assert Config.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    reference = pytest.importorskip("transformers").Qwen2Config
+    for raw in (QWEN2 | change, Config.from_hf(QWEN2 | change).to_hf()):
+        theirs = reference(**raw)
+        sizes = [theirs.sliding_window if "sliding" in k else 0 for k in theirs.layer_types]
+        assert tuple(sizes if any(sizes) else ()) == windows
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_types": KINDS}, ["layer_types", "use_sliding_window=False"]),
+        (SLIDING | {"sliding_window": None, "layer_types": KINDS}, ["sliding_window=None"]),
+        (SLIDING | {"layer_types": KINDS[:2]}, ["2 entries", "4 layers"]),
+        ({"layer_types": ["linear_attention"] * 4}, ["linear_attention", "sliding_attention"]),
+    ],
+)
+def test_sliding_windows_that_do_not_fit_are_named(change, words):
+    with pytest.raises(ValueError) as error:
+        Config.from_hf(QWEN2 | change)
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_reads_a_folder_and_its_stop_ids(tmp_path):

@@ -15,7 +15,8 @@ FAMILIES = parity.families()
 
 
 def test_there_are_goldens_of_every_family():
-    assert {"llama", "llama_tied", "llama3", "llama_linear", "qwen2", "qwen3"} <= set(FAMILIES)
+    named = {"llama", "llama_tied", "llama3", "llama_linear", "qwen2", "qwen3"}
+    assert {*named, "qwen2_window", "qwen3_window"} <= set(FAMILIES)
 
 
 @pytest.mark.fault(9, 59)
@@ -33,6 +34,9 @@ def test_golden_logits(family):
         ("llama3", dict(rope_scaling=None)),
         ("llama_linear", dict(rope_scaling=None)),
         ("llama", dict(norm_eps=1e-2)),
+        ("qwen2_window", dict(layer_windows=(0, 6, 6))),
+        ("qwen2_window", dict(layer_windows=(0, 0, 5))),
+        ("qwen3_window", dict(layer_windows=())),
     ],
 )
 def test_golden_logits_see_a_wrong_setting(family, change):
