@@ -59,7 +59,7 @@ def from_decoder(
             else dict(tokens=batch.tokens)
         )
         out = logprobs.policy_log_probs(
-            model.hidden(params, **start, attention_mask=batch.attention_mask),
+            model.hidden(params, **start, attention_mask=batch.attention_mask, split=batch.start),
             model.head(params),
             batch.tokens,
             start=batch.start,
@@ -87,7 +87,13 @@ def trunk(model: Any, params: Params, batch: Batch | Rollout, stacks: int) -> ja
     Returns:
       ``[B, T, D]`` in the compute dtype.
     """
-    return model.hidden(params, batch.tokens, attention_mask=batch.attention_mask, to_stack=stacks)
+    return model.hidden(
+        params,
+        batch.tokens,
+        attention_mask=batch.attention_mask,
+        to_stack=stacks,
+        split=batch.start,
+    )
 
 
 def from_apply(apply: ApplyFn, *, temperature: Any = 1.0) -> PolicyFn:

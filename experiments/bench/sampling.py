@@ -64,7 +64,8 @@ def workload(file: Path) -> Workload:
     sizes = json.loads(file.read_text(encoding="utf-8"))
     fields = {field.name for field in dataclasses.fields(rl.models.DecoderConfig)}
     config = rl.models.DecoderConfig(**{k: v for k, v in sizes.items() if k in fields})
-    model = rl.models.Decoder(config)
+    # A scan copies each layer's weights in every step, which a model this small feels.
+    model = rl.models.Decoder(config, stacks=(1,) * config.num_layers)
     rng = np.random.default_rng(0)
     shape = (sizes["prompts"], sizes["prompt_length"])
     return Workload(

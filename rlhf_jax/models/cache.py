@@ -1,11 +1,13 @@
 """The key/value cache: one prefix per prompt, shared by its group, and a suffix per row.
 
-Layouts are the reader's: keys ``[…, K, H, S]`` (the score einsum contracts H) and values
-``[…, K, S, H]``. For a stack of n layers the prefix is ``[n, P, …]``, the suffix ``[n, P, G, …]``.
+Keys and values are ``[…, K, S, H]``: the slots in use are contiguous, so a step's cost does not
+depend on the room. For a stack of n layers the prefix is ``[n, P, …]``, the suffix
+``[n, P, G, …]``.
 
-What the cache holds is the model's ``kv_dtype``: a float array, or :class:`Quantized` int8 with a
-float32 scale for every (row, head, slot). Both parts of a ``Quantized`` have their slots on the
-same axis as the plain array, so code that cuts, pads or copies slots maps over the tree.
+What the cache holds is the model's ``kv_dtype``: float32; bfloat16 as its bits in uint16 (to write
+a token into a bfloat16 array XLA's CPU backend would widen all of it); or :class:`Quantized` int8
+with a float32 scale for every (row, head, slot). Both parts of a ``Quantized`` have their slots on
+the same axis as the plain array, so code that cuts, pads or copies slots maps over the tree.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ Array = jax.Array
 
 __all__ = ["Cache", "Prefix", "Quantized", "cache_axes", "extend_cache"]
 
-KEY_SLOTS, VALUE_SLOTS = -1, -2
-"""The axis of the slots in keys and in values."""
+SLOTS = -2
+"""The axis of the slots in every array of keys or values."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,12 +35,12 @@ class Quantized:
     """Keys or values as int8: x ≈ values · scales, scales = max|x| / 127 over the head width.
 
     Args:
-      values: int8 ``[…, K, H, S]`` (keys) or ``[…, K, S, H]`` (values).
-      scales: float32 ``[…, K, 1, S]`` or ``[…, K, S, 1]``.
+      values: int8 ``[…, K, S, H]``.
+      scales: float32 ``[…, K, S, 1]``.
 
     >>> import jax.numpy as jnp
     >>> from rlhf_jax.models.cache import stored
-    >>> held = stored(jnp.array([[1.0, -127.0]]), "int8", axis=-1)
+    >>> held = stored(jnp.array([[1.0, -127.0]]), "int8")
     >>> held.values.tolist(), held.scales.tolist()
     ([[1, -127]], [[1.0]])
     """
@@ -53,8 +55,7 @@ class Prefix:
     """Keys and values of P prompts.
 
     Args:
-      keys: per stack ``[n, P, K, H, Tp]``, an array or a :class:`Quantized`.
-      values: per stack ``[n, P, K, Tp, H]``, likewise.
+      keys, values: per stack ``[n, P, K, Tp, H]``, as the cache holds them.
       mask: bool ``[P, Tp]``: real prompt tokens.
       lengths: int32 ``[P]``: how many.
     """
@@ -72,51 +73,60 @@ class Cache:
 
     Args:
       prefix: :class:`Prefix`; decode only reads it.
-      keys: per stack ``[n, P, G, K, H, S]``, an array or a :class:`Quantized`.
-      values: per stack ``[n, P, G, K, S, H]``, likewise.
+      keys, values: per stack ``[n, P, G, K, S, H]``, as the cache holds them.
+      block: static; how many prompts read as much of the suffix as the longest of them needs. 0
+        for all: where prompts lie on several devices, or their rows are equally long.
     """
 
     prefix: Prefix
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
+    block: int = dataclasses.field(default=0, metadata={"static": True})
 
 
-def stored(x: Array, dtype: Any, axis: int) -> Any:
-    """Keys or values as a cache of this dtype holds them; `axis` is the head width's."""
+def stored(x: Array, dtype: Any) -> Any:
+    """Keys or values ``[…, H]`` as a cache of this dtype holds them."""
+    if np.dtype(dtype) == jnp.bfloat16:
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     if np.dtype(dtype) != np.int8:
         return x.astype(dtype)
     wide = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(wide), axis=axis, keepdims=True) / 127.0
+    scales = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127.0
     values = jnp.round(wide / jnp.where(scales > 0, scales, 1.0))
     return Quantized(values=values.astype(jnp.int8), scales=scales)
 
 
 def held_dtype(held: Any) -> np.dtype:
     """The dtype that :func:`stored` was given."""
-    return np.dtype(held.values.dtype if isinstance(held, Quantized) else held.dtype)
+    if isinstance(held, Quantized):
+        return np.dtype(np.int8)
+    return np.dtype(jnp.bfloat16 if held.dtype == jnp.uint16 else held.dtype)
 
 
-def slots(held: Any, axis: int) -> int:
-    """Room of a leaf of the cache."""
-    return jax.tree.leaves(held)[0].shape[axis]
+def unscaled(held: Any, dtype: Any) -> Array:
+    """What to multiply queries or weights of this dtype with; of int8 without its scales."""
+    if isinstance(held, Quantized):
+        return held.values.astype(dtype)
+    if held.dtype == jnp.uint16:
+        held = jax.lax.bitcast_convert_type(held, jnp.bfloat16)
+    return held.astype(jnp.promote_types(dtype, held.dtype))
+
+
+def room(cache: Cache) -> int:
+    """Slots of the suffix."""
+    return jax.tree.leaves(cache.keys)[0].shape[SLOTS]
 
 
 def init_cache(prefix: Prefix, group_size: int, max_new_tokens: int) -> Cache:
     """Zeros for the suffix, in the prefix's dtype and grouping."""
 
-    def room(held: Any, axis: int) -> Any:
-        def zeros(leaf: Array) -> Array:
-            shape = [*leaf.shape[:2], group_size, *leaf.shape[2:]]
-            shape[axis] = max_new_tokens
-            return jnp.zeros(shape, leaf.dtype, device=like_rows(leaf, 0, 1, None, 2))
+    def zeros(leaf: Array) -> Array:
+        layers, prompts, heads, _, width = leaf.shape
+        shape = (layers, prompts, group_size, heads, max_new_tokens, width)
+        return jnp.zeros(shape, leaf.dtype, device=like_rows(leaf, 0, 1, None, 2))
 
-        return jax.tree.map(zeros, held)
-
-    return Cache(
-        prefix=prefix,
-        keys=tuple(room(held, KEY_SLOTS) for held in prefix.keys),
-        values=tuple(room(held, VALUE_SLOTS) for held in prefix.values),
-    )
+    keys, values = jax.tree.map(zeros, (prefix.keys, prefix.values))
+    return Cache(prefix=prefix, keys=keys, values=values)
 
 
 def extend_cache(cache: Cache, max_new_tokens: int) -> Cache:
@@ -134,31 +144,22 @@ def extend_cache(cache: Cache, max_new_tokens: int) -> Cache:
 
     >>> import jax.numpy as jnp
     >>> prefix = Prefix(
-    ...     keys=(jnp.ones((1, 2, 1, 4, 3)),),
+    ...     keys=(jnp.ones((1, 2, 1, 3, 4)),),
     ...     values=(jnp.ones((1, 2, 1, 3, 4)),),
     ...     mask=jnp.ones((2, 3), bool),
     ...     lengths=jnp.full((2,), 3),
     ... )
     >>> extend_cache(init_cache(prefix, 2, 8), 16).keys[0].shape
-    (1, 2, 2, 1, 4, 16)
+    (1, 2, 2, 1, 16, 4)
     """
-    old = slots(cache.keys[0], KEY_SLOTS)
-    if max_new_tokens < old:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}; the cache already has {old}")
-
-    def longer(held: Any, axis: int) -> Any:
-        def pad(leaf: Array) -> Array:
-            widths = [(0, 0)] * leaf.ndim
-            widths[axis] = (0, max_new_tokens - old)
-            return jnp.pad(leaf, widths)
-
-        return jax.tree.map(pad, held)
-
-    return Cache(
-        prefix=cache.prefix,
-        keys=tuple(longer(held, KEY_SLOTS) for held in cache.keys),
-        values=tuple(longer(held, VALUE_SLOTS) for held in cache.values),
-    )
+    more = max_new_tokens - room(cache)
+    if more < 0:
+        raise ValueError(
+            f"max_new_tokens: got {max_new_tokens}; the cache already has {room(cache)}"
+        )
+    widths = [(0, 0)] * 4 + [(0, more), (0, 0)]
+    keys, values = jax.tree.map(lambda leaf: jnp.pad(leaf, widths), (cache.keys, cache.values))
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def cache_axes(cache: Cache) -> Cache:
@@ -172,7 +173,7 @@ def cache_axes(cache: Cache) -> Cache:
 
     >>> import jax.numpy as jnp
     >>> prefix = Prefix(
-    ...     keys=(jnp.ones((1, 2, 1, 4, 3)),),
+    ...     keys=(jnp.ones((1, 2, 1, 3, 4)),),
     ...     values=(jnp.ones((1, 2, 1, 3, 4)),),
     ...     mask=jnp.ones((2, 3), bool),
     ...     lengths=jnp.full((2,), 3),
@@ -193,7 +194,9 @@ def cache_axes(cache: Cache) -> Cache:
         mask=("prompt", None),  # pyright: ignore[reportArgumentType]
         lengths=("prompt",),  # pyright: ignore[reportArgumentType]
     )
-    return Cache(prefix=axes, keys=named(cache.keys, own), values=named(cache.values, own))
+    return dataclasses.replace(
+        cache, prefix=axes, keys=named(cache.keys, own), values=named(cache.values, own)
+    )
 
 
 def keep_rows(cache: Any, rows: Any) -> Any:
@@ -225,34 +228,26 @@ def keep_rows(cache: Any, rows: Any) -> Any:
     return jax.tree.map(keep, cache, cache_axes(cache))
 
 
-def append(held: Any, new: Array, step: Array, axis: int) -> Any:
+def append(held: Any, new: Array, step: Array) -> Any:
     """Put the tokens `new` ``[n, P, G, K, H]`` into slot `step` of every row, all layers at once.
 
     A per-row step beyond the room writes nothing.
     """
+    # One scatter with [P, G] as batch axes: in place, and each device keeps to its own rows.
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(0, 3, 4),
+        inserted_window_dims=(4,),
+        scatter_dims_to_operand_dims=(4,),
+        operand_batching_dims=(1, 2),
+        scatter_indices_batching_dims=(0, 1),
+    )
 
     def put(leaf: Array, value: Array) -> Array:
         if step.ndim == 0:
-            at = leaf.ndim + axis
-            return jax.lax.dynamic_update_slice_in_dim(leaf, value, step, axis=at)
-        # One scatter with [P, G] as batch axes: in place, and each device keeps to its own rows.
-        window = tuple(i for i in range(leaf.ndim - 1) if i not in (1, 2))
-        numbers = jax.lax.ScatterDimensionNumbers(
-            update_window_dims=window,
-            inserted_window_dims=(leaf.ndim + axis,),
-            scatter_dims_to_operand_dims=(leaf.ndim + axis,),
-            operand_batching_dims=(1, 2),
-            scatter_indices_batching_dims=(0, 1),
-        )
-        return jax.lax.scatter(
-            leaf,
-            step[..., None],
-            jnp.squeeze(value, axis),
-            numbers,
-            unique_indices=True,
-            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
-        )
+            value = jnp.expand_dims(value, SLOTS)
+            return jax.lax.dynamic_update_slice_in_dim(leaf, value, step, axis=leaf.ndim + SLOTS)
+        mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+        options: Any = dict(unique_indices=True, mode=mode)
+        return jax.lax.scatter(leaf, step[..., None], value, numbers, **options)
 
-    # The head width's axis in [..., K, H, 1] (keys) and [..., K, 1, H] (values): the other one.
-    value = stored(jnp.expand_dims(new, axis), held_dtype(held), axis=-3 - axis)
-    return jax.tree.map(put, held, value)
+    return jax.tree.map(put, held, stored(new, held_dtype(held)))

@@ -27,6 +27,7 @@ import numpy as np
 from flax import nnx
 
 from rlhf_jax.models import cache as caching
+from rlhf_jax.models.attention import attention_inputs, masked_attention, within
 from rlhf_jax.models.cache import Cache, Prefix
 from rlhf_jax.models.config import DecoderConfig
 from rlhf_jax.models.decoding import decode_layers
@@ -36,13 +37,10 @@ from rlhf_jax.models.layers import (
     Attend,
     Block,
     Shell,
-    attention_inputs,
     definitions,
     logical_axes,
-    masked_attention,
     rms_norm,
     rotary_angles,
-    within,
 )
 from rlhf_jax.models.stacks import per_layer, restack, scan
 
@@ -58,7 +56,7 @@ _REMAT = {
 }
 
 
-_KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
+_KV_DTYPES = ("float32", "bfloat16", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +70,10 @@ class Decoder:
       dtype: compute dtype of the matmuls; norms, softmax and logits are float32 in any case.
       remat: what the backward pass recomputes: ``"none"``, ``"dots"`` (all but the weight
         matmuls) or ``"full"`` (everything but each layer's input).
-      kv_dtype: what the key/value cache holds: None (the compute dtype), float32, bfloat16,
-        float16 or ``"int8"`` (with a float32 scale per row, head and token). Only keys and values
-        that are read back in a later step are rounded: prompts attend to themselves, and a new
-        token to itself, with unrounded ones, as the learner does.
+      kv_dtype: what the key/value cache holds: None (the compute dtype), float32, bfloat16 or
+        ``"int8"`` (with a float32 scale per row, head and token). Only keys and values that are
+        read back in a later step are rounded: prompts attend to themselves, and a new token to
+        itself, with unrounded ones, as the learner does.
 
     Raises:
       ValueError: stacks that do not sum to the layers, an unknown remat or cache dtype.
@@ -192,6 +190,7 @@ class Decoder:
         from_stack: int = 0,
         to_stack: int | None = None,
         inputs: Array | None = None,
+        split: int = 0,
     ) -> Array:
         """Hidden states; after the final norm unless ``to_stack`` ends before the last stack.
 
@@ -206,6 +205,9 @@ class Decoder:
           segment_ids: int ``[B, T]`` for packed rows: tokens read only their own segment.
           from_stack, to_stack: run only ``layers[from_stack:to_stack]``.
           inputs: ``[B, T, D]``, what an earlier call with ``to_stack=from_stack`` returned.
+          split: static; where prompts end and completions begin (``batch.start``), if they all do
+            in one column. Attention then sums in the order of :meth:`decode`, so that log-probs
+            round as the sampler's.
 
         Returns:
           ``[B, T, D]`` in the compute dtype. Padding has finite, meaningless values.
@@ -229,7 +231,7 @@ class Decoder:
             mask, where, places = attention_inputs(batch, length, *given)
 
             def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-                return masked_attention(q, k, v, within(mask, places, window)), None
+                return masked_attention(q, k, v, within(mask, places, window), split), None
 
             x, _ = self._run(params["layers"], x, where, attend, slice(from_stack, to_stack))
             return self._final_norm(params, x) if to_stack == len(params["layers"]) else x
@@ -297,10 +299,7 @@ class Decoder:
         dtype = self.dtype if self.kv_dtype is None else self.kv_dtype
 
         def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            kept = (
-                caching.stored(jnp.einsum("pskh->pkhs", k), dtype, axis=-2),
-                caching.stored(jnp.einsum("pskh->pksh", v), dtype, axis=-1),
-            )
+            kept = tuple(caching.stored(x.swapaxes(1, 2), dtype) for x in (k, v))
             return masked_attention(q, k, v, within(mask, positions, window)), kept
 
         x, kept = self._run(params["layers"], x, positions, attend)

@@ -9,6 +9,7 @@ it, and all of them are written at once after it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,16 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.cache import (
-    KEY_SLOTS,
-    VALUE_SLOTS,
-    Cache,
-    Prefix,
-    Quantized,
-    append,
-    slots,
-)
-from rlhf_jax.models.layers import NEGATIVE, split_groups
+from rlhf_jax.models.attention import Partial, fill, merge, partial_softmax, split_groups
+from rlhf_jax.models.cache import SLOTS, Cache, Quantized, append, room, unscaled
 from rlhf_jax.models.stacks import depth
 
 Array = jax.Array
@@ -39,14 +32,6 @@ class Span(NamedTuple):
     sizes: tuple[int, ...]
     choice: Array
     start: Array
-
-
-class Partial(NamedTuple):
-    """Softmax over some of the keys: Σ wᵢ·vᵢ, max score and Σ wᵢ with wᵢ = exp(scoreᵢ − max)."""
-
-    out: Array
-    top: Array
-    total: Array
 
 
 def buckets(room: int) -> tuple[int, ...]:
@@ -77,51 +62,46 @@ def prefix_span(mask: Array) -> Span:
     return span(used.size, jnp.argmax(used), jnp.where(jnp.any(used), end, 0))
 
 
-def _cut(held: Any, layer: Array | int, start: Array | int, size: int, axis: int) -> Any:
-    """`size` slots of one layer."""
+class Part(NamedTuple):
+    """Keys or values to attend to ``[…, S, H]``, and the scales of int8 ones."""
 
-    def one(leaf: Array) -> Array:
-        at, shape = [layer, *[0] * (leaf.ndim - 1)], [1, *leaf.shape[1:]]
-        at[axis], shape[axis] = start, size
-        return jax.lax.dynamic_slice(leaf, at, shape)[0]
+    held: Array
+    scales: Array | None
 
-    return jax.tree.map(one, held)
+    @classmethod
+    def cut(
+        cls,
+        held: Any,
+        layer: Array | int,
+        prompts: tuple[Array | int, int],
+        slots: tuple[Array | int, int],
+        dtype: Any,
+    ) -> Part:
+        """Prompts and slots (first, count) of one layer, for products with arrays of this dtype."""
 
+        def one(leaf: Array) -> Array:
+            at: list[Any] = [layer, prompts[0], *[0] * (leaf.ndim - 2)]
+            shape = [1, prompts[1], *leaf.shape[2:]]
+            at[SLOTS], shape[SLOTS] = slots
+            return jax.lax.dynamic_slice(leaf, at, shape)[0]
 
-def _matmul(x: Array, held: Any) -> Array:
-    """x · held over batch axes in front, in float32; without the scales of int8."""
-    values = held.values if isinstance(held, Quantized) else held
-    dtype = x.dtype
-    if not isinstance(held, Quantized):
-        dtype = jnp.promote_types(x.dtype, values.dtype)
-    wide: Any = dict(preferred_element_type=jnp.float32)
-    return jnp.matmul(x.astype(dtype), values.astype(dtype), **wide)
+        held = jax.tree.map(one, held)
+        scales = held.scales if isinstance(held, Quantized) else None
+        return cls(unscaled(held, dtype), scales)
 
-
-def _partial(q: Array, keys: Any, values: Any, valid: Array) -> Partial:
-    """Partial softmax of queries ``[…, R, H]`` over keys ``[…, H, S]``, values ``[…, S, H]``."""
-    scores = _matmul(q, keys)
-    if isinstance(keys, Quantized):
-        scores = scores * keys.scales
-    scores = jnp.where(valid, scores * q.shape[-1] ** -0.5, NEGATIVE)
-    top = scores.max(-1, keepdims=True)
-    weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    if isinstance(values, Quantized):
-        weights = weights * values.scales.swapaxes(-1, -2)
-    return Partial(_matmul(weights.astype(q.dtype), values), top, total)
+    def put(self, new: Array, here: Array) -> Part:
+        """With the unrounded token `new` ``[…, H]`` in the slots that are `here` ``[…, S, 1]``."""
+        held = jnp.where(here, new[..., None, :].astype(self.held.dtype), self.held)
+        return Part(held, None if self.scales is None else jnp.where(here, 1.0, self.scales))
 
 
-def _merge(parts: list[Partial]) -> Array:
-    """The softmax over all the keys; a part without a valid key vanishes against one that has."""
-    first, *rest = parts
-    top = functools.reduce(jnp.maximum, [part.top for part in rest], first.top)
-    factor = jnp.exp(first.top - top)
-    out, total = first.out * factor, first.total * factor
-    for part in rest:
-        factor = jnp.exp(part.top - top)
-        out, total = out + part.out * factor, total + part.total * factor
-    return out / total
+def _attend(q: Array, keys: Part, values: Part, valid: Array) -> Partial:
+    width = q.shape[-1]
+    keys, values = jax.tree.map(lambda x: fill(x, SLOTS, width), (keys, values))
+    # Else the CPU compiler transposes the keys as it cuts them out, which takes four times as long.
+    held = jax.lax.optimization_barrier(keys.held)
+    scales = keys.scales, values.scales
+    return partial_softmax(q, held, values.held, fill(valid, -1, width), *scales)
 
 
 def _read(at: Span, function: Callable[..., Partial]) -> Partial:
@@ -151,9 +131,9 @@ class Held(NamedTuple):
 class Reader:
     """Attention of one new token per row over what the cache holds of the tokens before it."""
 
-    def __init__(self, prefix: Prefix, room: int, step: Array):
-        self.prefix, self.step = prefix, step
-        self.past, self.own = prefix_span(prefix.mask), span(room, 0, jnp.max(step))
+    def __init__(self, cache: Cache, step: Array):
+        self.prefix, self.step, self.room, self.block = cache.prefix, step, room(cache), cache.block
+        self.past, prefix = prefix_span(cache.prefix.mask), cache.prefix
         self.places = jnp.cumsum(prefix.mask, axis=1, dtype=jnp.int32)  # 1 + a token's position
 
     def __call__(
@@ -172,59 +152,81 @@ class Reader:
           ``[P, G, N, H]`` in the dtype of q.
         """
         grouped = split_groups(q, k.shape[2])
-        score = jnp.sum(
-            grouped.astype(jnp.float32) * k[:, :, :, None].astype(jnp.float32), -1, keepdims=True
-        )
-        new = Partial(
-            v[:, :, :, None].astype(jnp.float32),
-            score * q.shape[-1] ** -0.5,
-            jnp.ones_like(score),
-        )
         past = _read(self.past, functools.partial(self._prefix, held.past, layer, window, grouped))
-        own = _read(self.own, functools.partial(self._suffix, held.own, layer, window, grouped))
-        return _merge([past, own, new]).astype(q.dtype).reshape(q.shape)
+        own = self._own(held.own, layer, window, (grouped, k, v))
+        return merge([past, own]).astype(q.dtype).reshape(q.shape)
 
     def _prefix(
         self, held: Any, layer: Any, window: Any, q: Array, start: Array, size: int
     ) -> Partial:
         prefix = self.prefix
-        prompts, groups, heads, each, width = q.shape
-        # Q before G: with query heads sharded, Q is, and it stays the major part of Q·G.
-        rows = q.transpose(0, 2, 3, 1, 4).reshape(prompts, heads, each * groups, width)
         columns = functools.partial(
             jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1
         )
-        valid = columns(prefix.mask)[:, None, None]
+        valid = columns(prefix.mask)[:, None]
         if window is not None:
             oldest = prefix.lengths[:, None] + self.step - window  # [P, 1] or [P, G]
-            near = columns(self.places)[:, None] > oldest[..., None] + 1
-            near = jnp.broadcast_to(near[:, None, None], (prompts, 1, each, groups, size))
-            valid = valid & near.reshape(prompts, 1, each * groups, size)
-        found = _partial(
-            rows,
-            _cut(held[0], layer, start, size, KEY_SLOTS),
-            _cut(held[1], layer, start, size, VALUE_SLOTS),
-            valid,
-        )
+            valid = valid & (columns(self.places)[:, None] > oldest[..., None] + 1)
+        everyone, slots = (0, prefix.mask.shape[0]), (start, size)
+        keys, values = (Part.cut(x, layer, everyone, slots, q.dtype) for x in held)
+        # A prompt's G rows are as many queries of it: its keys are read once.
+        found = _attend(q.transpose(0, 2, 3, 1, 4), keys, values, valid[:, None, None])
+        return jax.tree.map(lambda x: x.transpose(0, 3, 1, 2, 4), found)
 
-        def back(x: Array) -> Array:
-            return x.reshape(prompts, heads, each, groups, -1).transpose(0, 3, 1, 2, 4)
+    def _own(self, held: Any, layer: Any, window: Any, new: tuple[Array, ...]) -> Partial:
+        """Over the suffix and the new token (its q, k, v), all prompts together or in blocks."""
+        count = new[0].shape[0]
 
-        return jax.tree.map(back, found)
+        def some(prompts: tuple[Any, int], step: Array, new: tuple[Array, ...]) -> Partial:
+            read = functools.partial(self._suffix, held, layer, window, prompts, step, new)
+            return _read(span(self.room, 0, jnp.max(step) + 1), read)
+
+        def together() -> Partial:
+            return some((0, count), self.step, new)
+
+        if not self.block or self.step.ndim == 0 or count % self.block:
+            return together()
+
+        def in_blocks() -> Partial:
+            def one(first: Array) -> Partial:
+                cut = functools.partial(
+                    jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=self.block
+                )
+                step, part = jax.tree.map(cut, (self.step, new))
+                return some((first, self.block), step, part)
+
+            found = jax.lax.map(one, jnp.arange(0, count, self.block))
+            return jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), found)
+
+        # An accelerator would rather read more than do one block after the other.
+        return jax.lax.platform_dependent(cpu=in_blocks, default=together)
 
     def _suffix(
-        self, held: Any, layer: Any, window: Any, q: Array, start: Array, size: int
+        self,
+        held: Any,
+        layer: Any,
+        window: Any,
+        prompts: tuple[Any, int],
+        step: Array,
+        new: tuple[Array, ...],
+        start: Array,
+        size: int,
     ) -> Partial:
-        index, step = jnp.arange(size), jnp.expand_dims(self.step, -1)
-        valid = index < step
+        # The new token is not in the cache yet, or only rounded to its dtype.
+        index, at = jnp.arange(size), jnp.expand_dims(step, -1)
+        valid = index <= at
         if window is not None:
-            valid = valid & (index > step - window)
-        return _partial(
-            q,
-            _cut(held[0], layer, start, size, KEY_SLOTS),
-            _cut(held[1], layer, start, size, VALUE_SLOTS),
-            valid if self.step.ndim == 0 else valid[:, :, None, None],
+            valid = valid & (index > at - window)
+        if step.ndim:  # [P, G, S] → [P, G, K, S]
+            index, at, valid = index[None, None], at[:, :, None], valid[:, :, None]
+        here = (index == at)[..., None]
+        q, *tokens = new
+        keys, values = (
+            Part.cut(x, layer, prompts, (start, size), q.dtype).put(token, here)
+            for x, token in zip(held, tokens, strict=True)
         )
+        found = _attend(q[..., None, :], keys, values, valid[..., None, None, :])
+        return jax.tree.map(lambda x: x[..., 0, :], found)
 
 
 def decode_layers(
@@ -245,11 +247,11 @@ def decode_layers(
       cache: :class:`Cache`.
       step: int32 scalar or ``[P, G]``.
     """
-    reader = Reader(cache.prefix, slots(cache.keys[0], KEY_SLOTS), step)
+    reader = Reader(cache, step)
 
     def write(held: Held, k: Array, v: Array) -> Held:
         keys, values = held.own
-        own = append(keys, k, step, KEY_SLOTS), append(values, v, step, VALUE_SLOTS)
+        own = append(keys, k, step), append(values, v, step)
         return held._replace(own=own)
 
     def scanned(held: Held, x: Array, stack: Any, window: Any) -> tuple[Array, Held]:
@@ -282,4 +284,4 @@ def decode_layers(
         x, held = run(Held(past, own), x, stack, window)
         owns.append(held.own)
     keys, values = zip(*owns, strict=True)
-    return x, Cache(prefix=prefix, keys=keys, values=values)
+    return x, dataclasses.replace(cache, keys=keys, values=values)

@@ -18,20 +18,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rlhf_jax.models.attention import settled
 from rlhf_jax.models.config import DecoderConfig
 
 Array = jax.Array
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) → (attended values [B,T,N,H], anything to keep)
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
-NEGATIVE = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a fully masked row stays finite
-
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """y = x / √(mean(x²) + ε) · scale over the last axis, in float32; returned in x's dtype."""
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+    mean = settled(jnp.mean(settled(jnp.square(settled(wide))), axis=-1, keepdims=True))
+    return (wide / settled(jnp.sqrt(mean + eps)) * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -71,8 +70,11 @@ class Linear(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Contract the last axes of ``x`` with those of the weight."""
         weight = self.weight[...].astype(x.dtype)
-        over = [tuple(range(a.ndim - self.contracted, a.ndim)) for a in (x, weight)]
-        y = jnp.tensordot(x, weight, axes=over)
+        out, into = weight.shape[: -self.contracted], weight.shape[-self.contracted :]
+        # As one matrix: with more axes XLA's CPU backend copies it, and may sum in another order.
+        flat = weight.reshape(math.prod(out), math.prod(into))
+        lead = x.shape[: -self.contracted]
+        y = jnp.einsum("...i,oi->...o", x.reshape(*lead, -1), flat).reshape(*lead, *out)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -191,63 +193,3 @@ def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def split_groups(q: Array, kv_heads: int) -> Array:
-    """[..., N, H] → [..., K, Q, H]: query head n reads key/value head n // Q."""
-    return q.reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
-
-
-def masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
-    """softmax(q·kᵀ/√H + mask)·v with scores and softmax in float32.
-
-    Args:
-      q: ``[B, T, N, H]``.
-      k, v: ``[B, S, K, H]``.
-      mask: bool ``[B, T, S]``, true where the query may read the key; a row without any true is
-        finite (a mean over the keys), never NaN.
-
-    Returns:
-      ``[B, T, N, H]`` in the dtype of q.
-    """
-    grouped = split_groups(q, k.shape[-2])
-    scores = jnp.einsum("btkqh,bskh->bkqts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, NEGATIVE)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bkqts,bskh->btkqh", weights, v).reshape(q.shape)
-
-
-def attention_inputs(
-    batch: int,
-    length: int,
-    attention_mask: Array | None,
-    positions: Array | None,
-    segment_ids: Array | None,
-) -> tuple[Array, Array, Array]:
-    """Who may read whom, and where everybody stands.
-
-    A query reads a key when the key is not later, is a real token and is of the same segment; its
-    place is the number of real tokens of its segment before it.
-
-    Returns:
-      mask bool ``[B, T, T]``, positions int ``[B, T]`` (the places, unless given) and places int32
-      ``[B, T]``.
-    """
-    index = jnp.arange(length)
-    mask = jnp.broadcast_to(index[:, None] >= index[None, :], (batch, length, length))
-    if attention_mask is not None:
-        mask = mask & attention_mask[:, None, :].astype(bool)
-    if segment_ids is not None:
-        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    if attention_mask is None and segment_ids is None:
-        places = jnp.broadcast_to(index, (batch, length))
-    else:
-        places = jnp.maximum(jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
-    return mask, places if positions is None else positions, places
-
-
-def within(mask: Array, places: Array, window: Array | None) -> Array:
-    """`mask` without the keys that lie `window` or more real tokens back; None: no such limit."""
-    if window is None:
-        return mask
-    return mask & (places[:, :, None] - places[:, None, :] < window)

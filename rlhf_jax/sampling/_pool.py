@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.models.cache import cache_axes
+from rlhf_jax.models.cache import Cache, cache_axes
 from rlhf_jax.sampling import _slots
 from rlhf_jax.sampling._requests import PER_TOKEN, Request, Row
 from rlhf_jax.sampling._slots import QUIET, Entering, Report, Resuming, Slots, prefill
@@ -22,6 +23,7 @@ from rlhf_jax.types import Params
 __all__ = ["SlotPool", "empty_slots"]
 
 _SMALLEST_WIDTH = 16
+_BLOCKS = 32  # at most, in which rows read their caches
 
 
 class SlotPool:
@@ -296,7 +298,11 @@ def _empty_cache(
     hidden, shapes = jax.eval_shape(make, params, *some)
     if not isinstance(sharding, jax.NamedSharding):
         zero = functools.partial(jnp.zeros, device=sharding)
-        return hidden, jax.tree.map(lambda leaf: zero(leaf.shape, leaf.dtype), shapes)
+        cache = jax.tree.map(lambda leaf: zero(leaf.shape, leaf.dtype), shapes)
+        if isinstance(cache, Cache):  # rows of all lengths: the longest should not cost all of them
+            few = range(-(-slots // _BLOCKS), slots + 1)
+            cache = dataclasses.replace(cache, block=next(n for n in few if slots % n == 0))
+        return hidden, cache
     # Prompts of one column show which axes of the mesh the model spreads a prefix over.
     short = Prompts(*prompts(functools.partial(jnp.ones, device=sharding), 1))
     prefix = prefill(model, params, short).prefix

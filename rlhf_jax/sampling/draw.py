@@ -57,7 +57,7 @@ def token_key_uniforms(keys: jax.Array, index: jax.Array | int) -> jax.Array:
     return jax.vmap(one)(keys.reshape(-1), index).reshape(*keys.shape, 2)
 
 
-def categorical(logits: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.Array]:
+def categorical(logits: jax.Array, uniforms: jax.Array) -> jax.Array:
     """Draw a token from softmax(logits) by a two-level inverse CDF.
 
     The vocabulary is cut into blocks; the first uniform picks a block by its mass, the second a
@@ -69,12 +69,11 @@ def categorical(logits: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.
       uniforms: float32 ``[..., 2]`` in [0, 1).
 
     Returns:
-      The tokens int32 ``[...]``, and log Σ exp(logits) float32 ``[...]``, which the draw needs
-      anyway: log p(token) = logits[token] − it.
+      The tokens, int32 ``[...]``.
 
     >>> import jax.numpy as jnp
     >>> logits, uniforms = jnp.log(jnp.array([[0.2, 0.8]] * 2)), jnp.array([[0, 0.1], [0, 0.3]])
-    >>> categorical(logits, uniforms)[0].tolist()
+    >>> categorical(logits, uniforms).tolist()
     [0, 1]
     """
     vocab = logits.shape[-1]
@@ -86,8 +85,7 @@ def categorical(logits: jax.Array, uniforms: jax.Array) -> tuple[jax.Array, jax.
     masses = jnp.sum(mass, axis=-1)
     block = _invert(masses, uniforms[..., 0])
     inside = jnp.take_along_axis(mass, block[..., None, None], axis=-2)[..., 0, :]
-    token = (block * _BLOCK + _invert(inside, uniforms[..., 1])).astype(jnp.int32)
-    return token, top[..., 0] + jnp.log(jnp.sum(masses, axis=-1))
+    return (block * _BLOCK + _invert(inside, uniforms[..., 1])).astype(jnp.int32)
 
 
 def _invert(mass: jax.Array, uniform: jax.Array) -> jax.Array:

@@ -118,13 +118,13 @@ def _choose(
 ) -> tuple[jax.Array, jax.Array]:
     """The token of every row, and its log-prob under softmax(logits)."""
     greedy = options.temperature == 0
-    drawn, log_total = draw.categorical(logits, uniforms)
+    drawn = draw.categorical(logits, uniforms)
     token = jax.lax.cond(
         jnp.any(greedy),
         lambda: jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn),
         lambda: drawn,
     )
-    return token, jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0] - log_total
+    return token, logprobs.from_logits(logits, token)
 
 
 def _change(

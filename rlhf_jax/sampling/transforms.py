@@ -35,8 +35,9 @@ def temper(logits: jax.Array, temperature: jax.Array | float) -> jax.Array:
     >>> temper(jnp.array([2.0, 4.0]), 2.0).tolist(), temper(jnp.array([2.0]), 0.0).tolist()
     ([1.0, 2.0], [2.0])
     """
+    # Times 1/τ, as the learner does it, so that both round alike.
     temperature = jnp.asarray(temperature, jnp.float32)
-    return logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)
+    return logits.astype(jnp.float32) * (1.0 / jnp.where(temperature > 0, temperature, 1.0))
 
 
 def top_k_top_p(logits: jax.Array, top_k: jax.Array | int, top_p: jax.Array | float) -> jax.Array:

@@ -2,14 +2,17 @@
 
     python tests/data/make_goldens.py                  # tiny random models of each family
     python tests/data/make_goldens.py --gguf FILE      # and slices of the real SmolLM2
+    python -m tests.data.make_goldens --greedy         # only greedy text of the real SmolLM2
 
-Needs torch; ``--gguf`` also needs the packages gguf and accelerate: the reference then reads the
-GGUF file by itself, so that the conversion is checked too, not only the decoder.
+Needs torch. ``--gguf`` also needs the packages gguf and accelerate: the reference then reads the
+GGUF file by itself, so that the conversion is checked too, not only the decoder. With ``--greedy``
+it reads the folder that the conversion wrote.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -164,11 +167,27 @@ def make_smollm2(gguf: Path) -> None:
     print(*zip(PROMPTS, texts, strict=True), sep="\n")
 
 
+def make_greedy() -> None:
+    """Greedy text after 32 prompts of many lengths, and how sure the reference was."""
+    from experiments.bench import greedy
+    from rlhf_jax import models
+
+    tokenizer = models.load_tokenizer("smollm2-135m")
+    rows = tokenizer(greedy.prompts()).input_ids
+    found = greedy.reference(models.resolve("smollm2-135m"), rows)
+    np.savez_compressed(HERE / "smollm2_greedy.npz", **dataclasses.asdict(found))
+    print("least margin", found.margins.min())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("--greedy", action="store_true", help="only the greedy text of SmolLM2")
     options = parser.parse_args()
     HERE.mkdir(exist_ok=True)
+    if options.greedy:
+        make_greedy()
+        return
     for seed, name in enumerate(FAMILIES):
         make_family(name, seed)
     if options.gguf is not None:

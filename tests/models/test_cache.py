@@ -134,14 +134,19 @@ def test_a_cache_can_grow_while_decoding(setup):
         rl.models.extend_cache(small, 3)
 
 
-def poisoned(held, lower, upper, axis):
+def poisoned(cache, lower, upper):
     """NaN in the slots before `lower` and from `upper` on: whoever reads them has NaN."""
-    index = np.arange(held.shape[axis]).reshape([-1] + [1] * (-1 - axis))
-    return jnp.where((index < lower) | (index >= upper), jnp.nan, held)
+
+    def spoil(held):
+        index = np.arange(held.shape[-2])[:, None]
+        return jnp.where((index < lower) | (index >= upper), jnp.nan, held)
+
+    keys, values = jax.tree.map(spoil, (cache.keys, cache.values))
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 @pytest.mark.fault(44)
-@pytest.mark.parametrize(("step", "read"), [(0, 64), (63, 64), (64, 64), (65, 128), (200, 300)])
+@pytest.mark.parametrize(("step", "read"), [(0, 64), (63, 64), (64, 128), (127, 128), (200, 300)])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_only_the_bucket_in_use_of_the_suffix_is_read(setup, step, read, per_row):
     model, params, prompts, suffix = setup
@@ -153,12 +158,7 @@ def test_only_the_bucket_in_use_of_the_suffix_is_read(setup, step, read, per_row
     cache = dataclasses.replace(cache, keys=noise[0], values=noise[1])
     at = jnp.full((3, GROUP), step).at[0, 0].set(0) if per_row else step
     want, _ = decode(model, params, suffix[:, :, 0], cache, at)
-    clean = dataclasses.replace(
-        cache,
-        keys=tuple(poisoned(keys, 0, read, -1) for keys in cache.keys),
-        values=tuple(poisoned(values, 0, read, -2) for values in cache.values),
-    )
-    found, _ = decode(model, params, suffix[:, :, 0], clean, at)
+    found, _ = decode(model, params, suffix[:, :, 0], poisoned(cache, 0, read), at)
     np.testing.assert_array_equal(found, want)
 
 
@@ -177,11 +177,7 @@ def test_only_the_columns_with_prompt_tokens_are_read(setup, first, last):
     want, _ = decode(model, params, token, cache, 0)
     read = next(size for size in (64, 128, 200) if size >= count)
     start = min(first, width - read)
-    prefix = dataclasses.replace(
-        prefix,
-        keys=tuple(poisoned(keys, start, start + read, -1) for keys in prefix.keys),
-        values=tuple(poisoned(values, start, start + read, -2) for values in prefix.values),
-    )
+    prefix = poisoned(prefix, start, start + read)
     found, _ = decode(model, params, token, dataclasses.replace(cache, prefix=prefix), 0)
     np.testing.assert_array_equal(found, want)
     mask = np.append(mask, [[True]] * 3, axis=1)
@@ -211,9 +207,12 @@ def test_decoding_across_buckets_equals_the_full_forward_pass(setup):
 
 
 @pytest.mark.fault(44)
-@pytest.mark.parametrize("per_row", [False, True])
-def test_a_decode_loop_never_copies_the_cache(setup, per_row):
+@pytest.mark.parametrize(
+    ("per_row", "kv_dtype"), [(False, "float32"), (False, "bfloat16"), (True, "int8")]
+)
+def test_a_decode_loop_never_copies_the_cache(setup, per_row, kv_dtype):
     model, params, prompts, suffix = setup
+    model = dataclasses.replace(model, kv_dtype=kv_dtype)
     _, prefix = prefill(model, params, prompts)
     cache = model.init_cache(prefix, group_size=GROUP, max_new_tokens=4096)
 
@@ -228,11 +227,13 @@ def test_a_decode_loop_never_copies_the_cache(setup, per_row):
         return jax.lax.while_loop(lambda carry: carry[0] < 4000, body, start)
 
     compiled = jax.jit(loop, donate_argnums=1).lower(params, cache, suffix[:, :, 0]).compile()
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.keys, cache.values)))
-    assert compiled.memory_analysis().temp_size_in_bytes < held / 2
-    whole = [",".join(map(str, leaf.shape)) for leaf in (*cache.keys, *cache.values)]
+    # One layer's largest bucket, widened to float32, is the most a step may set aside.
+    largest = 2 * 4 * 3 * GROUP * CONFIG.num_kv_heads * CONFIG.head_dim * 4096
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * largest
+    leaves = jax.tree.leaves((cache.keys, cache.values))
+    whole = {",".join(map(str, leaf.shape)) for leaf in leaves}
     copies = [line for line in compiled.as_text().splitlines() if " copy(" in line]
-    assert not [line for line in copies if any(shape in line for shape in whole)]
+    assert not [line for line in copies if any(f"[{shape}]" in line for shape in whole)]
 
 
 def test_the_step_is_traced(setup):
@@ -256,7 +257,7 @@ def test_decode_loop_in_bf16_is_finite_and_keeps_its_types(setup):
     model = dataclasses.replace(model, dtype=jnp.bfloat16)
     hidden, prefix = prefill(model, params, prompts)
     cache = model.init_cache(prefix, group_size=GROUP, max_new_tokens=STEPS)
-    assert cache.keys[0].dtype == jnp.bfloat16
+    assert cache.keys[0].dtype == jnp.uint16  # the bits of bfloat16
 
     def body(carry):
         step, hidden, cache = carry

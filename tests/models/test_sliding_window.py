@@ -74,7 +74,8 @@ def test_a_query_sees_itself_and_the_tokens_just_before_it(params, tokens, windo
 
 def test_a_window_past_the_row_changes_nothing(params, tokens):
     full = hidden_of(with_windows(), params, tokens)
-    np.testing.assert_array_equal(hidden_of(with_windows(0, LENGTH, LENGTH), params, tokens), full)
+    wide = hidden_of(with_windows(0, LENGTH, LENGTH), params, tokens)
+    np.testing.assert_allclose(wide, full, atol=2e-6)
     assert np.abs(hidden_of(MODEL, params, tokens) - full).max() > 1e-2
 
 

@@ -109,7 +109,7 @@ def parts(layout, mesh):
 
 def whole_in(text, layout, mesh, kv_heads):
     """Keys in a program that should be split and are not; and whether the split ones are there."""
-    shape = f"f32[{LAYERS},{{}},{GROUP},{{}},8,{NEW}]".format
+    shape = f"f32[{LAYERS},{{}},{GROUP},{{}},{NEW},8]".format
     rows, heads = parts(layout, mesh)
     wrong = {shape(PROMPTS, kv_heads), shape(PROMPTS // rows, kv_heads)}
     right = shape(PROMPTS // rows, kv_heads // heads)
