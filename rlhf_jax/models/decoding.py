@@ -2,9 +2,9 @@
 
 Slots are read in a few static sizes (64, 128, 256, … up to the room), one of which is chosen by a
 traced length: so the cost follows the length in use and the program is compiled once. (On TPU all
-of the room is read.) The prefix, the suffix and the new token each give a partial softmax; the
-partials are merged. The new token is not read back from the cache, so a scan over layers only reads
-it, and all of them are written at once after it.
+of the room is read.) The prefix and the suffix each give a partial softmax; the two are merged. The
+new token is put into the slots that were read and not read back from the cache, so a scan over
+layers only reads it, and all of them are written at once after it.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class Part(NamedTuple):
 
 
 def _attend(q: Array, keys: Part, values: Part, valid: Array) -> Partial:
+    """Partial softmax of ``[…, Q, T, H]`` over one part, filled as the learner's."""
     width = q.shape[-1]
     keys, values = jax.tree.map(lambda x: fill(x, SLOTS, width), (keys, values))
     # Else the CPU compiler transposes the keys as it cuts them out, which takes four times as long.
@@ -133,8 +134,9 @@ class Reader:
 
     def __init__(self, cache: Cache, step: Array):
         self.prefix, self.step, self.room, self.block = cache.prefix, step, room(cache), cache.block
-        self.past, prefix = prefix_span(cache.prefix.mask), cache.prefix
-        self.places = jnp.cumsum(prefix.mask, axis=1, dtype=jnp.int32)  # 1 + a token's position
+        self.past = prefix_span(cache.prefix.mask)
+        # 1 + a token's position
+        self.places = jnp.cumsum(cache.prefix.mask, axis=1, dtype=jnp.int32)
 
     def __call__(
         self, held: Held, layer: Array | int, window: Any, q: Array, k: Array, v: Array

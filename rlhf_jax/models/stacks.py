@@ -51,8 +51,9 @@ def per_layer(values: tuple[int, ...] | None, stacks: tuple[Any, ...]) -> list[A
 def scan(body: Callable[..., tuple[Array, Any]], x: Array, xs: Any) -> tuple[Array, Any]:
     """``jax.lax.scan`` over a stack, but a single layer is not put into a loop.
 
-    Scanning inside a decode loop copies each layer's weights once a step; measured on CPU that is
-    no slower than one unrolled loop over separate layers, and compiles several times faster.
+    Scanning inside a decode loop copies each layer's weights once a step. Measured on CPU that is
+    no slower for SmolLM2-135M than an unrolled loop, and compiles several times faster; a model of
+    8M parameters decodes about a tenth faster as stacks of single layers.
     """
     if depth(xs) > 1:
         return jax.lax.scan(body, x, xs)

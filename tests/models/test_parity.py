@@ -130,6 +130,8 @@ def test_smollm2_greedy_text(smollm2):
 def test_smollm2_live_logits():
     pytest.importorskip("torch")
     found = parity.row("smollm2", live=True)
-    # Measured: 8.1e-5 decoding, 2.1e-4 in one pass. Where this residual stream reaches 25,000
-    # float32 resolves .002, and the reference is itself 8.7e-5 from double precision.
+    # Where this residual stream reaches 25,000 float32 resolves .002, so the CPU decides much: with
+    # one code 9.8e-5 was measured on one and 1.7e-4 on another, where this one gives 2.1e-4 in one
+    # pass (and the reference is 9.3e-5 from double precision).
+    assert max(found[name] for name in found if "decode" in name) <= 1.5 * TOLERANCE, found
     assert max(found.values()) <= 3 * TOLERANCE, found
