@@ -15,11 +15,12 @@ PY = $(VENV)/bin/python
 # What XLA compiled is kept in the folder, so that the next start is quicker.
 TRAIN_ENV = JAX_COMPILATION_CACHE_DIR="$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/.cache/xla}"
 
-.PHONY: help train quick sample setup setup-dev test test-all lint format pins clean
+.PHONY: help train quick compare sample setup setup-dev test test-core test-all lint format pins clean
 
 help:
 	@echo "make train     train SmolLM2-135M by RL on this machine     (ARGS=\"--help\" lists the flags)"
 	@echo "make quick     a small model from scratch learns to sort, about two minutes, no download"
+	@echo "make compare   all methods on the same small task, with a table and curves   (an hour or two)"
 	@echo "make sample    text from the latest run                     (ARGS=\"--help\")"
 	@echo "make test      the test suite          make test-all   with the slow ones"
 	@echo "make lint      ruff and pyright        make format     apply ruff's format and fixes"
@@ -32,6 +33,9 @@ train: setup
 
 quick: setup
 	$(TRAIN_ENV) $(PY) experiments/grpo.py --task sort $(ARGS)
+
+compare: setup
+	$(TRAIN_ENV) $(PY) experiments/compare.py $(ARGS)
 
 sample: setup
 	$(TRAIN_ENV) $(PY) experiments/sample.py $(ARGS)

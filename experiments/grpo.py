@@ -20,12 +20,8 @@ from __future__ import annotations
 
 import common
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
 import rlhf_jax as rl
-from rlhf_jax import checkpoint, partition
 
 AGGREGATION = "token_mean"
 
@@ -53,34 +49,16 @@ def make_loss(config: common.Filled):
 
 @jax.jit
 def make_batch(
-    rollout: rl.Rollout,
-    rewards: jax.Array,
-    log_probs: jax.Array,
-    ref_log_probs: jax.Array | None,
-    kl_coef: jax.Array | float,
+    rollout: rl.Rollout, rewards: jax.Array, log_probs: common.LogProbs, kl_coef: float | jax.Array
 ) -> rl.Batch:
     """Rewards and log-probs → shaped rewards → group advantages → what the step consumes."""
-    judged = ~jnp.isnan(rewards)  # a reward function may pass on a row: it is left out everywhere
-    mask = rollout.mask & judged[:, None]
-    shaped = rewards
-    if ref_log_probs is not None:
-        shaped = rl.rewards.shaping.sequence_kl_in_reward(
-            rewards, log_probs, ref_log_probs, rollout.mask, kl_coef=kl_coef
-        )
-    advantages = rl.advantages.group_normalized(shaped, rollout.group_ids, ddof=1)
-    rows = mask.shape[0]
-    return rl.Batch(
-        tokens=rollout.tokens,
-        mask=mask,
-        attention_mask=rollout.attention_mask,
-        group_ids=rollout.group_ids,
-        advantages=advantages,
-        old_log_probs=log_probs,
-        sampler_log_probs=rollout.log_probs,
-        ref_log_probs=ref_log_probs,
-        denominator=jnp.broadcast_to(rl.masked.denominator(mask, AGGREGATION), (rows,)),
-        trunk=rollout.trunk,
-        start=rollout.start,
+    shaped = common.kl_in_reward(rewards, rollout, log_probs, kl_coef)
+    return common.batch_of(
+        rollout,
+        mask=common.judged(rollout, rewards),
+        advantages=rl.advantages.group_normalized(shaped, rollout.group_ids, ddof=1),
+        log_probs=log_probs,
+        aggregation=AGGREGATION,
     )
 
 
@@ -88,83 +66,20 @@ def train(config: common.Config) -> int:
     """Run; returns the exit code."""
     run = common.start(config, algorithm="grpo")
     config = run.config
-    schedule = optax.linear_schedule(0.0, config.learning_rate, transition_steps=2)
-    optimizer = optax.adamw(lambda count: schedule(count + 1), b2=0.99, weight_decay=0.0)
-    shardings = rl.train_step.state_shardings(run.trainable, optimizer, run.shardings)
-    state = rl.init_train_state(run.trainable, optimizer, shardings=run.shardings)
-    reference = partition.copy(run.trainable) if config.kl_coef else None
-    sampler, scorer = common.make_sampler(run), common.make_scorer(run)
-    train_step = rl.make_train_step(
-        common.policy_of(run),
-        make_loss(config),
-        optimizer,
-        micro_batches=config.micro_batches,
-        shardings=shardings,
-    )
+    learner = common.make_learner(run, make_loss(config))
+    reference = common.reference_of(run)
     in_reward = config.kl_coef if config.kl_place == "reward" else 0.0
-
-    checkpoints = checkpoint.Checkpointer(run.folder / "checkpoints")
-    first = 0
-    if run.resumed:
-        first, state, reference = common.restore(run, checkpoints, state, reference)
-    common.print_plan(run, first_step=first)
-    with (
-        checkpoints,
-        common.Interrupts() as interrupts,
-        common.tracker(run, first_step=first if config.resume else None) as tracker,
-    ):
-        before = common.start_evaluation(run, tracker, sampler, scorer, state.params, reference)
-        for step in range(first, config.steps):
-            record: dict = {}
-            with common.timed(record, "time/step"):
-                with common.timed(record, "time/generate"):
-                    prompts = run.source.batch(step)
-                    params = partition.merge(state.params, run.frozen)
-                    key = jax.random.fold_in(run.key, step)
-                    rollout = sampler(params, prompts, key, step)
-                    texts = common.completions(run, rollout)
-                with common.timed(record, "time/score"):
-                    scores = common.score(run, prompts, texts)
-                with common.timed(record, "time/train"):
-                    log_probs = scorer(state.params, run.frozen, rollout)
-                    ref_log_probs = (
-                        None if reference is None else scorer(reference, run.frozen, rollout)
-                    )
-                    batch = make_batch(
-                        rollout,
-                        run.place_rows(scores.rewards),
-                        log_probs,
-                        ref_log_probs,
-                        in_reward,
-                    )
-                    state, metrics = train_step(state, batch, run.frozen)
-                    jax.block_until_ready(state)
-            tokens = int(np.sum(rollout.lengths))
-            tracker.log(
-                step,
-                {
-                    **common.reward_metrics(scores, np.asarray(rollout.group_ids)),
-                    **common.rollout_metrics(rollout, log_probs, ref_log_probs),
-                    **rl.metrics.compute(metrics),
-                    **record,
-                    "optim/lr": schedule(step + 1),
-                    "throughput/tokens_per_s_generate": tokens / record["time/generate"],
-                    "throughput/tokens_per_s_train": tokens / record["time/train"],
-                    "memory/peak_bytes": common.peak_bytes(),
-                },
-            )
-            common.show_samples(run, tracker, step, prompts, texts, scores.rewards)
-            done = step + 1
-            if done % config.save_every == 0 or done == config.steps or interrupts.requested:
-                common.save(run, checkpoints, tracker, state, reference, done)
-            if interrupts.requested and done < config.steps:
-                checkpoints.wait()
-                return common.say_resume(run, done)
-        after = common.evaluate(run, sampler, scorer, state.params, reference, config.steps)
-        tracker.evaluation(config.steps, after)
-        common.export(run, state.params)
-    common.print_end(run, before, after)
-    return 0
+    with common.Loop(run, learner.state, reference, schedule=learner.schedule) as loop:
+        for step in loop.steps():
+            samples = loop.sample(step)
+            with loop.timed("time/train"):
+                log_probs = loop.log_probs(samples.rollout)
+                rewards = run.place_rows(samples.rewards)
+                batch = make_batch(samples.rollout, rewards, log_probs, in_reward)
+                loop.state, metrics = learner.step(loop.state, batch, run.frozen)
+                jax.block_until_ready(loop.state)
+            loop.log(step, samples, log_probs, metrics)
+    return loop.exit_code
 
 
 if __name__ == "__main__":

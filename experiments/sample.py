@@ -71,7 +71,7 @@ def locate(flags: Flags) -> tuple[str, int]:
         name = str(Path(name) / "model")
     elif (Path(name) / "checkpoints").exists():
         raise FileNotFoundError(
-            f"{name} has no model yet: finish the run with experiments/grpo.py --resume {name}"
+            f"{name} has no model yet: finish the run with its script and --resume {name}"
         )
     return name, length if flags.max_new_tokens is None else flags.max_new_tokens
 

@@ -7,12 +7,12 @@ frozen leaf costs neither a gradient nor optimizer moments, and :func:`merge` is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-__all__ = ["copy", "count", "merge", "nbytes", "path_name", "split"]
+__all__ = ["copy", "count", "labels", "merge", "nbytes", "path_name", "split"]
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -84,6 +84,47 @@ def merge(first: Any, second: Any) -> Any:
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None
     )
+
+
+def labels(params: Any, rules: Mapping[str, str], default: str | None = None) -> Any:
+    """Name the group of every parameter, for ``optax.multi_transform``.
+
+    ``optax.multi_transform({"decay": adamw(1e-5), "plain": adam(1e-5)}, labels(params, rules))``
+
+    Args:
+      params: the trainable parameters; ``None`` leaves (frozen ones) stay None.
+      rules: regular expression → label; a leaf takes the label of the first expression that is
+        found in its path.
+      default: label of the leaves that no expression matches; None makes them an error.
+
+    Returns:
+      A tree of the structure of ``params`` with a label in each leaf's place.
+
+    Raises:
+      ValueError: an expression that matches no leaf (it would be a typing error), or a leaf that
+        has no label; the message lists some paths.
+
+    >>> labels({"frozen": None, "norm": 1, "w": 2}, {"norm": "plain"}, default="decay")
+    {'frozen': None, 'norm': 'plain', 'w': 'decay'}
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    names = [path_name(path) for path, _ in leaves]
+    some = ", ".join(names[:8])
+    if unused := [rule for rule in rules if not any(re.search(rule, name) for name in names)]:
+        raise ValueError(
+            f"rules: {unused[0]!r} matches none of the {len(names)} parameters; "
+            f"paths look like: {some}"
+        )
+    found = [
+        next((label for rule, label in rules.items() if re.search(rule, name)), default)
+        for name in names
+    ]
+    if missing := [name for name, label in zip(names, found, strict=True) if label is None]:
+        raise ValueError(
+            f"rules: no expression matches {missing[0]!r} ({len(missing)} of {len(names)} "
+            "parameters have no label); add one, or give default="
+        )
+    return treedef.unflatten(found)
 
 
 def copy(tree: Any) -> Any:

@@ -1,7 +1,8 @@
 """From a model to what the learner needs: tempered log-probs and entropy, aligned with the tokens.
 
 A *policy function* takes ``(params, batch)`` and returns a :class:`~rlhf_jax.types.PolicyOutput`.
-``batch`` is anything with ``tokens``, ``attention_mask`` and ``start``: a Rollout or a Batch.
+``batch`` is anything with ``tokens``, ``attention_mask`` and ``start``: a Rollout or a Batch, whose
+rows may be packed (:mod:`rlhf_jax.packing`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def from_decoder(
       **head_options: handed to :func:`rlhf_jax.logprobs.policy_log_probs`, e.g. ``chunk_size``.
 
     Returns:
-      A :data:`PolicyFn`. The head is computed from column ``batch.start`` on only.
+      A :data:`PolicyFn`. The head is computed from column ``batch.start`` on only. In packed rows
+      (``batch.segment_ids``) a segment's first token has log-prob 0, as a row's first one has.
 
     Raises:
       ValueError: when called, if ``trunk_stacks`` > 0 and the batch holds no trunk.
@@ -58,8 +60,15 @@ def from_decoder(
             if trunk_stacks
             else dict(tokens=batch.tokens)
         )
+        segment_ids = getattr(batch, "segment_ids", None)
         out = logprobs.policy_log_probs(
-            model.hidden(params, **start, attention_mask=batch.attention_mask, split=batch.start),
+            model.hidden(
+                params,
+                **start,
+                attention_mask=batch.attention_mask,
+                segment_ids=segment_ids,
+                split=batch.start,
+            ),
             model.head(params),
             batch.tokens,
             start=batch.start,
@@ -67,6 +76,10 @@ def from_decoder(
             with_entropy=with_entropy,
             **head_options,
         )
+        if segment_ids is not None:
+            # What stands before a segment's first token is another sequence.
+            within = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
+            out = jax.tree.map(lambda x: jnp.where(within, x, 0.0), out)
         return PolicyOutput(log_probs=out.log_probs, entropy=out.entropy)
 
     return policy
@@ -91,6 +104,7 @@ def trunk(model: Any, params: Params, batch: Batch | Rollout, stacks: int) -> ja
         params,
         batch.tokens,
         attention_mask=batch.attention_mask,
+        segment_ids=getattr(batch, "segment_ids", None),
         to_stack=stacks,
         split=batch.start,
     )
@@ -105,6 +119,9 @@ def from_apply(apply: ApplyFn, *, temperature: Any = 1.0) -> PolicyFn:
 
     Returns:
       A :data:`PolicyFn`; it holds the logits ``[B, T, V]`` in float32.
+
+    Raises:
+      ValueError: when called with packed rows, which such a model would read as one sequence.
 
     >>> import jax, jax.numpy as jnp, rlhf_jax as rl
     >>> apply = lambda params, tokens: params[tokens]  # a bigram model
@@ -125,6 +142,11 @@ def from_apply(apply: ApplyFn, *, temperature: Any = 1.0) -> PolicyFn:
     """
 
     def policy(params: Params, batch: Batch | Rollout) -> PolicyOutput:
+        if getattr(batch, "segment_ids", None) is not None:
+            raise ValueError(
+                "batch.segment_ids: apply(params, tokens) knows no segments; pass unpacked rows, "
+                "or write a policy function that hands batch.segment_ids to the model"
+            )
         logits = apply(params, batch.tokens)
         entropy = logprobs.entropy_from_logits(logits[:, :-1], temperature=temperature)
         return PolicyOutput(

@@ -39,12 +39,17 @@ def state_shardings(
     """
     mesh = jax.tree.leaves(shardings)[0].mesh
     whole = jax.NamedSharding(mesh, jax.P())
+
+    def masked(leaf: Any) -> bool:  # a parameter of another group of optax.multi_transform
+        return isinstance(leaf, optax.MaskedNode)
+
     moments = optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda moment, sharding: moment if masked(moment) else sharding,
         jax.eval_shape(optimizer.init, params),
         shardings,
         transform_non_params=lambda _: whole,
+        is_leaf=masked,
     )
     return TrainState(params=shardings, opt_state=moments, step=whole, skipped=whole)
 
@@ -93,6 +98,7 @@ def make_train_step(
     *,
     micro_batches: int = 1,
     max_grad_norm: float | None = 1.0,
+    compute_dtype: Any = None,
     shardings: TrainState | None = None,
 ) -> TrainStep:
     """Build ``step(state, batch, frozen=None) -> (state, metrics)``.
@@ -107,9 +113,15 @@ def make_train_step(
     Args:
       policy_fn: ``(params, batch) -> PolicyOutput``; see :mod:`rlhf_jax.policy`.
       loss_fn: ``(output, batch) -> (scalar, Metrics)``, any function of arrays.
-      optimizer: the optax transformation, without clipping (that is ``max_grad_norm``'s).
+      optimizer: the optax transformation, without clipping (that is ``max_grad_norm``'s). Groups
+        of parameters: ``optax.multi_transform`` with :func:`rlhf_jax.partition.labels`.
       micro_batches: how many parts the rows are split into; must divide them.
       max_grad_norm: clip the global gradient norm to this; None turns clipping off.
+      compute_dtype: e.g. ``"bfloat16"``: ``policy_fn`` gets all wider floating parameters, trained
+        and frozen, in this dtype. They are cast once a step, where they lie, so that devices send
+        each other half the bytes. Each micro-batch's gradient comes in this dtype and is added in
+        float32; masters, moments and update stay float32. None casts nothing. (The dtype of the
+        activations is the model's own: ``Decoder(dtype=…)``.)
       shardings: from :func:`state_shardings`; keeps the state in its layout. None on one device.
 
     Returns:
@@ -119,17 +131,22 @@ def make_train_step(
       clipping), ``optim/update_norm`` and ``optim/skipped``.
 
     Raises:
-      ValueError: when called, if the rows do not divide by ``micro_batches``.
+      ValueError: a ``compute_dtype`` that is no floating dtype; when called, if the rows do not
+        divide by ``micro_batches``.
     """
     if micro_batches < 1:
         raise ValueError(f"micro_batches: expected an int ≥ 1, got {micro_batches!r}")
+    dtype = _floating(compute_dtype)
 
     def step(state: TrainState, batch: Batch, frozen: Params = None) -> tuple[TrainState, Metrics]:
+        rest = _narrowed(frozen, dtype)
+
         def objective(params: Params, part: Batch) -> tuple[jax.Array, Metrics]:
-            loss, found = loss_fn(policy_fn(partition.merge(params, frozen), part), part)
+            loss, found = loss_fn(policy_fn(partition.merge(params, rest), part), part)
             return loss, {**found, "policy/loss": metrics_lib.sum_(loss)}
 
-        grads, found = _gradients(objective, state.params, batch, micro_batches)
+        params = _narrowed(state.params, dtype)
+        grads, found = _gradients(objective, params, batch, micro_batches, shardings)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm)
         if max_grad_norm is not None:
@@ -157,22 +174,60 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=out)
 
 
+def _floating(name: Any) -> Any:
+    """The dtype of that name, or None."""
+    if name is None:
+        return None
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"compute_dtype: got {name!r}; use a floating dtype such as 'bfloat16', or None"
+        )
+    return dtype
+
+
+def _narrowed(params: Params, dtype: Any) -> Params:
+    """Floating leaves that are wider than ``dtype`` in ``dtype``; the others as they are."""
+
+    def cast(x: Any) -> Any:
+        wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > dtype.itemsize
+        return x.astype(dtype) if wide else x
+
+    return params if dtype is None else jax.tree.map(cast, params)
+
+
 def _gradients(
     objective: Callable[[Params, Batch], tuple[jax.Array, Metrics]],
     params: Params,
     batch: Batch,
     micro_batches: int,
+    shardings: TrainState | None,
 ) -> tuple[Params, Metrics]:
-    """Sum the gradients over micro-batches; reduce each metric by its own rule."""
-    grad = jax.grad(objective, has_aux=True)
+    """Sum the gradients over micro-batches, in float32; reduce each metric by its own rule."""
+
+    def grad(part: Batch) -> tuple[Params, Metrics]:
+        grads, found = jax.grad(objective, has_aux=True)(params, part)
+        grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+        # Said outright, or the compiler may leave whole gradients on every device.
+        if shardings is not None:
+            grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+        return grads, found
+
     if micro_batches == 1:
-        return grad(params, batch)
+        return grad(batch)
 
     def add(total: Params, part: Batch) -> tuple[Params, Metrics]:
-        grads, found = grad(params, part)
+        grads, found = grad(part)
         return jax.tree.map(jnp.add, total, grads), found
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.tree.map(
+        lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params
+    )
+    if shardings is not None:
+        zeros = jax.lax.with_sharding_constraint(zeros, shardings.params)
     total, stacked = jax.lax.scan(add, zeros, split_rows(batch, micro_batches))
     return total, metrics_lib.stack_reduce(stacked)
 

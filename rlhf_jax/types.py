@@ -84,6 +84,8 @@ class Rollout:
 class Batch:
     """What one train step consumes. Every array has the rows first, so that it splits by rows.
 
+    Where rows are packed (:mod:`rlhf_jax.packing`), what is ``[B]`` below is ``[B, T]``.
+
     Args:
       tokens, mask, attention_mask, group_ids, trunk, start: as in :class:`Rollout`.
       advantages: float32 ``[B]`` or ``[B, T]``.
@@ -93,6 +95,8 @@ class Batch:
       denominator: float32 ``[B]``: the aggregation's *global* denominator, repeated per row
         (``masked.denominator``), so that any split into micro-batches keeps the gradient.
       extra: any further row-first arrays that a loss of one's own wants.
+      segment_ids: int32 ``[B, T]`` or None: which sequence of a packed row a token belongs to; −1
+        on padding. Policy and value functions read them; hand them to the loss too.
     """
 
     tokens: jax.Array
@@ -106,6 +110,7 @@ class Batch:
     denominator: Any = None
     trunk: Any = None
     extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    segment_ids: Any = None
     start: int = dataclasses.field(default=0, metadata=dict(static=True))
 
 

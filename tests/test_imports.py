@@ -160,6 +160,7 @@ print(took, *[name for name in {HEAVY} if name in sys.modules])
 """
 
 
+@pytest.mark.long
 def test_import_is_quick_and_light():
     """Best of three, jax included: under 2 s, and nothing heavy, not even after the array parts."""
     times, loaded = [], set()

@@ -158,12 +158,17 @@ def test_chunked_bfloat16_accumulates_in_float32(entropy):
         np.testing.assert_allclose(g.astype(jnp.float32), w, rtol=2**-7, atol=2e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocab_chunk", [None, 100])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("of_hidden", "of_head"),
-    [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16")],
+    [
+        ("bfloat16", "bfloat16"),
+        pytest.param("bfloat16", "float32", marks=pytest.mark.slow),
+        pytest.param("float32", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_bfloat16_gradients_are_as_near_to_the_truth_as_plain_ones(
     of_hidden, of_head, tied, entropy, vocab_chunk

@@ -20,6 +20,7 @@ def mesh_of(kind):
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     ("tied", "trained", "layout"),
@@ -74,6 +75,7 @@ def test_sharded_vocabulary(kind, tied, trained, layout):
 # ---- memory ----
 
 
+@pytest.mark.long
 def test_memory_at_a_large_vocabulary():
     from experiments.bench import logprobs_memory
 

@@ -58,6 +58,7 @@ def test_values_are_masked(seed):
         assert float(got[name]) == pytest.approx(want, rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.long
 @pytest.mark.fault(26, 58)
 @pytest.mark.parametrize("parts", [2, 3, 6])
 def test_any_split_gives_what_the_whole_gives(parts):

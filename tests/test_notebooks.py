@@ -14,6 +14,7 @@ NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.py"))
 FIGURES = {"losses": {"ppo_regions", "kl_estimators", "aggregation_weights"}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path):
     environment = {

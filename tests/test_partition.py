@@ -54,3 +54,18 @@ def test_sizes_and_paths(tree):
     paths = [p for p, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     names = [rl.partition.path_name(path) for path in paths]
     assert names == ["embed", "layers/0/w", "layers/1/w"]
+
+
+def test_labels_take_the_first_rule_that_matches(tree):
+    rules = {r"layers/\d+/w": "slow", "layers": "never", "embed": "fast"}
+    with pytest.raises(ValueError, match=r"'head' matches none of the 3 parameters.*layers/0/w"):
+        rl.partition.labels(tree, {"head": "fast"}, default="slow")
+    found = rl.partition.labels(tree, rules)
+    assert found == {"embed": "fast", "layers": ({"w": "slow"}, {"w": "slow"})}
+    with pytest.raises(ValueError, match=r"no expression matches 'embed' \(1 of 3"):
+        rl.partition.labels(tree, {"layers": "slow"})
+    trainable, _ = rl.partition.split(tree, "layers/1")
+    assert rl.partition.labels(trainable, {}, default="all") == {
+        "embed": None,
+        "layers": ({"w": None}, {"w": "all"}),
+    }

@@ -18,6 +18,10 @@ CONFIGS = {
 }
 
 
+SLOW = pytest.mark.slow
+QUICK = ("qwen3", 0.6)
+
+
 def _model(**options):
     sizes = dict(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, head_dim=8
@@ -37,10 +41,17 @@ def _rollout(model, params, **options):
     )
 
 
+@pytest.mark.long
 @pytest.mark.fault(13)
 @pytest.mark.fault(32)
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        pytest.param(name, temperature, marks=() if (name, temperature) == QUICK else SLOW)
+        for name in CONFIGS
+        for temperature in (0.6, 1.0)
+    ],
+)
 def test_sampler_and_learner_agree(name, temperature):
     model, params = _model(**CONFIGS[name])
     rollout = _rollout(model, params, temperature=temperature, stop_ids=[3])
@@ -54,6 +65,7 @@ def test_sampler_and_learner_agree(name, temperature):
     assert (out.log_probs[:, : rollout.start] == 0).all(), "the prompt is not trained on"
 
 
+@pytest.mark.long
 def test_a_shared_trunk_changes_neither_values_nor_gradients():
     model, params = _model()
     rollout = _rollout(model, params)
@@ -77,7 +89,10 @@ def test_a_missing_trunk_is_named():
         policy.from_decoder(model, trunk_stacks=1)(params, _rollout(model, params))
 
 
-@pytest.mark.parametrize("layout", ["dp", "fsdp", "tensor", "fsdp_tensor"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout", ["fsdp_tensor", *(pytest.param(n, marks=SLOW) for n in ("dp", "fsdp", "tensor"))]
+)
 def test_rollouts_are_the_same_under_every_layout(layout):
     import sharding
 

@@ -16,12 +16,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import json
-import os
-import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,83 +27,11 @@ import numpy as np
 
 import rlhf_jax as rl
 from experiments.bench import batching, roofline, timing
-from experiments.bench.tables import Table
+from experiments.bench.peers import FOLDER, Peer, Workload, workload
+from experiments.bench.tables import Table, run_sections
 from experiments.bench.timing import Clocks
 
-PEERS = Path(__file__).resolve().parents[2].parent / "shared" / "bench"
 SECTIONS = ("speed", "prefill", "capacity", "roofline", "batching")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A random model and random prompts of the shared sizes."""
-
-    model: rl.models.Decoder
-    params: Any
-    tokens: np.ndarray
-    group: int
-    new_tokens: int
-
-    def generate(self, seed: int, **changes: Any) -> rl.Rollout:
-        """One rollout; `changes` override the workload's own options."""
-        options: dict[str, Any] = dict(group_size=self.group, max_new_tokens=self.new_tokens)
-        tokens = changes.pop("tokens", self.tokens)
-        mask = np.ones_like(tokens, bool)
-        return rl.generate(
-            self.model, self.params, tokens, mask, jax.random.key(seed), **(options | changes)
-        )
-
-
-def workload(file: Path) -> Workload:
-    """The shared workload from its file."""
-    sizes = json.loads(file.read_text(encoding="utf-8"))
-    fields = {field.name for field in dataclasses.fields(rl.models.DecoderConfig)}
-    config = rl.models.DecoderConfig(**{k: v for k, v in sizes.items() if k in fields})
-    # A scan copies each layer's weights in every step, which a model this small feels.
-    model = rl.models.Decoder(config, stacks=(1,) * config.num_layers)
-    rng = np.random.default_rng(0)
-    shape = (sizes["prompts"], sizes["prompt_length"])
-    return Workload(
-        model=model,
-        params=model.init(jax.random.key(0)),
-        tokens=rng.integers(3, config.vocab_size, shape).astype(np.int32),
-        group=sizes["group_size"],
-        new_tokens=sizes["new_tokens"],
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peer:
-    """Another sampler: its script, its interpreter, and why it cannot run, if so."""
-
-    name: str
-    script: Path
-    python: str | None
-    options: tuple[str, ...] = ()
-    bar: float
-
-    @property
-    def missing(self) -> str | None:
-        """Why it is left out."""
-        if self.python is None:
-            return "no interpreter given"
-        if not self.script.exists():
-            return f"{self.script.name} is not in the folder of --peers"
-        return None
-
-    def run(self) -> Clocks:
-        """Tokens a second, once; the script's own median."""
-        done = subprocess.run(
-            [str(self.python), str(self.script), *self.options],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
-        if done.returncode:
-            raise RuntimeError(f"{self.name} failed:\n{done.stderr[-2000:]}")
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-        return Clocks(wall=found["tokens_per_s"], cpu=found["tokens_per_cpu_s"])
 
 
 def ours(work: Workload, repeats: int, seed: int = 0) -> Clocks:
@@ -119,6 +42,12 @@ def ours(work: Workload, repeats: int, seed: int = 0) -> Clocks:
     return Clocks(wall=count / spent.wall, cpu=count / spent.cpu)
 
 
+def rate_of(peer: Peer) -> Clocks:
+    """Tokens a second of a peer: its own median."""
+    found = peer.run()
+    return Clocks(wall=found["tokens_per_s"], cpu=found["tokens_per_cpu_s"])
+
+
 def speed(work: Workload, peers: Sequence[Peer], rounds: int, repeats: int) -> Table:
     """Everybody in turn, `rounds` times."""
     ours(work, 1)  # compiles
@@ -127,7 +56,7 @@ def speed(work: Workload, peers: Sequence[Peer], rounds: int, repeats: int) -> T
         found.setdefault("rlhf-jax", []).append(ours(work, repeats, index * repeats))
         for peer in peers:
             if peer.missing is None:
-                found.setdefault(peer.name, []).append(peer.run())
+                found.setdefault(peer.name, []).append(rate_of(peer))
     rates = {name: timing.median(runs) for name, runs in found.items()}
     best = rates["rlhf-jax"]
     rows: list[Sequence[object]] = [("rlhf-jax", f"{best.cpu:.0f}", f"{best.wall:.0f}", "", "")]
@@ -261,7 +190,7 @@ def sections(args: argparse.Namespace) -> dict[str, Callable[[], Table]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="*", help=f"any of {', '.join(SECTIONS)}; all when empty")
-    parser.add_argument("--peers", type=Path, default=PEERS, help="folder of the shared workload")
+    parser.add_argument("--peers", type=Path, default=FOLDER, help="folder of the shared workload")
     parser.add_argument("--torch-python", help="interpreter with torch and transformers")
     parser.add_argument("--tunix-python", help="interpreter with google-tunix")
     parser.add_argument("--rounds", type=int, default=5, help="turns of the comparison with peers")
@@ -271,15 +200,7 @@ def main() -> None:
     args = parser.parse_args()
     if wrong := sorted(set(args.what) - set(SECTIONS)):
         parser.error(f"unknown: {', '.join(wrong)}; choose from {', '.join(SECTIONS)}")
-    print(f"jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
-    found = {}
-    for name, run in sections(args).items():
-        if not args.what or name in args.what:
-            found[name] = run()
-            print(f"\n## {name}\n\n{found[name]}", flush=True)
-    if args.json:
-        records = {name: {"note": one.note, "rows": one.records()} for name, one in found.items()}
-        args.json.write_text(json.dumps(records, indent=1, default=str) + "\n", encoding="utf-8")
+    run_sections(sections(args), args.what, args.json)
 
 
 if __name__ == "__main__":

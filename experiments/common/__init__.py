@@ -1,50 +1,50 @@
-"""What every experiment shares: flags, set-up, passes, display, saving. No algorithm.
+"""What every experiment shares: flags, set-up, passes, the loop's surroundings. No algorithm.
 
 A script reads as its algorithm because everything here has nothing to do with it.
 """
 
-from common.config import Config, Filled, main
-from common.display import print_end, print_plan, show_samples, tracker
-from common.passes import (
-    completions,
-    evaluate,
-    make_sampler,
-    make_scorer,
-    peak_bytes,
-    policy_of,
-    reward_metrics,
-    rollout_metrics,
-    score,
-    start_evaluation,
-    timed,
-)
-from common.saving import Interrupts, export, restore, save, say_resume
+from common.config import Config, Filled, check_kl_in_reward, check_numbers, main
+from common.critic import Critic, make_critic
+from common.loop import Loop, Samples
+from common.passes import LogProbs, policy_of
+from common.saving import export, restore, save
 from common.setup import Run, start
+from common.updates import (
+    Collected,
+    Learner,
+    batch_of,
+    check_updates,
+    judged,
+    kl_in_reward,
+    make_learner,
+    minibatches,
+    reference_of,
+)
 
 __all__ = [
+    "Collected",
     "Config",
+    "Critic",
     "Filled",
-    "Interrupts",
+    "Learner",
+    "LogProbs",
+    "Loop",
     "Run",
-    "completions",
-    "evaluate",
+    "Samples",
+    "batch_of",
+    "check_kl_in_reward",
+    "check_numbers",
+    "check_updates",
     "export",
+    "judged",
+    "kl_in_reward",
     "main",
-    "make_sampler",
-    "make_scorer",
-    "peak_bytes",
+    "make_critic",
+    "make_learner",
+    "minibatches",
     "policy_of",
-    "print_end",
-    "print_plan",
+    "reference_of",
     "restore",
-    "reward_metrics",
-    "rollout_metrics",
     "save",
-    "say_resume",
-    "score",
-    "show_samples",
     "start",
-    "start_evaluation",
-    "timed",
-    "tracker",
 ]

@@ -10,8 +10,8 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 import tasks
 
@@ -22,7 +22,13 @@ SMALL_MODEL = "smollm2-135m"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Flags of every experiment. What is None takes the task's own default."""
+    """Flags of every experiment. What is None takes the task's own default.
+
+    A script with flags of its own inherits from this class and checks them in `check_own`.
+    """
+
+    least_group: ClassVar[int] = 2
+    """A method whose baseline is the group needs two completions of a prompt."""
 
     task: str = "sentiment"
     """sentiment, addition, sort, or reasoning:NAME."""
@@ -74,6 +80,13 @@ class Config:
     resume: str | None = None
     """Folder of a run to go on with; its own flags count, but for steps."""
 
+    def check_own(self, filled: Filled) -> None:
+        """Check a script's own flags; ``filled`` has the shared ones with their defaults.
+
+        Raises:
+          ValueError: one line that names the flag.
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class Filled(Config):
@@ -95,7 +108,7 @@ class Filled(Config):
 
 
 def fill(config: Config, defaults: tasks.Defaults) -> Filled:
-    """Put the task's defaults where no flag was given, and check what can be checked early."""
+    """The shared flags, with the task's defaults where none was given; checks both kinds."""
     group = defaults.group_size if config.group_size is None else config.group_size
     values = dict(
         steps=defaults.steps,
@@ -107,16 +120,47 @@ def fill(config: Config, defaults: tasks.Defaults) -> Filled:
         kl_coef=defaults.kl_coef,
         trainable_layers=defaults.trainable_layers or 0,
     )
-    given = {name: value for name, value in vars(config).items() if value is not None}
+    shared = [field.name for field in dataclasses.fields(Config)]
+    given = {name: value for name in shared if (value := getattr(config, name)) is not None}
     filled = Filled(**{**values, **given})
-    _check(filled)
+    _check(filled, config.least_group)
+    config.check_own(filled)
     return filled
 
 
-def _check(config: Filled) -> None:
+def check_numbers(
+    config: Config,
+    *,
+    least: Mapping[str, float],
+    most: Mapping[str, float] | None = None,
+    positive: tuple[str, ...] = (),
+) -> None:
+    """Check numeric flags: at least, at most, above 0; a flag that is None was not given.
+
+    Raises:
+      ValueError: naming the flag as it is written on the command line.
+    """
+    most = most or {}
+    for name in dict.fromkeys((*least, *positive, *most)):
+        value, low, high = getattr(config, name), least.get(name), most.get(name, math.inf)
+        if value is None:
+            continue
+        if not isinstance(value, int | float):  # in a config.json that was edited
+            raise ValueError(f"{flag(name)} {value!r}: it must be a number")
+        if low is not None and not value >= low:  # also refuses NaN
+            raise ValueError(f"{flag(name)} {value}: it must be at least {low}")
+        if low is None and not value > 0:
+            raise ValueError(f"{flag(name)} {value}: it must be above 0")
+        if value > high:
+            raise ValueError(f"{flag(name)} {value}: it must be at most {high}")
+        if math.isinf(value):
+            raise ValueError(f"{flag(name)} {value}: it must be finite")
+
+
+def _check(config: Filled, least_group: int) -> None:
     least = {
         "steps": 1,
-        "group_size": 2,
+        "group_size": least_group,
         "batch_size": 1,
         "max_new_tokens": 1,
         "micro_batches": 1,
@@ -129,20 +173,9 @@ def _check(config: Filled) -> None:
         "seed": 0,
     }
     most = {"top_p": 1, "top_k": 2**31 - 1, "seed": 2**63 - 1}
-    for name in (*least, "temperature", "learning_rate", "top_p"):
-        value, low, high = getattr(config, name), least.get(name), most.get(name, math.inf)
-        if name == "warmup_steps" and value is None:
-            continue
-        if not isinstance(value, int | float):  # in a config.json that was edited
-            raise ValueError(f"{flag(name)} {value!r}: it must be a number")
-        if low is not None and not value >= low:  # also refuses NaN
-            raise ValueError(f"{flag(name)} {value}: it must be at least {low}")
-        if low is None and not value > 0:
-            raise ValueError(f"{flag(name)} {value}: it must be above 0")
-        if value > high:
-            raise ValueError(f"{flag(name)} {value}: it must be at most {high}")
-        if math.isinf(value):
-            raise ValueError(f"{flag(name)} {value}: it must be finite")
+    check_numbers(
+        config, least=least, most=most, positive=("temperature", "learning_rate", "top_p")
+    )
     rows, group = config.batch_size, config.group_size
     if rows % group:
         raise ValueError(
@@ -153,6 +186,16 @@ def _check(config: Filled) -> None:
         raise ValueError(
             f"--micro-batches {config.micro_batches} does not divide the batch of {rows} rows"
         )
+
+
+def check_kl_in_reward(config: Config) -> None:
+    """Refuse ``--kl-place loss`` for a method that has the KL in its reward.
+
+    Raises:
+      ValueError: naming the flag.
+    """
+    if config.kl_place == "loss":
+        raise ValueError("--kl-place loss is grpo.py's: this method has the KL in the reward")
 
 
 def flag(name: str) -> str:

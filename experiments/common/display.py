@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import rlhf_jax as rl
 import sharding
 from common.config import SMALL_MODEL
 from common.setup import Run
-from rlhf_jax import console, data, partition
+from rlhf_jax import console, partition
 
 
 def print_plan(run: Run, *, first_step: int) -> None:
@@ -97,7 +97,7 @@ def show_samples(
     run: Run,
     tracker: rl.tracking.Tracker,
     step: int,
-    prompts: data.PromptBatch,
+    prompts: Sequence[str],
     texts: list[str],
     rewards: np.ndarray,
 ) -> None:
@@ -107,10 +107,10 @@ def show_samples(
     group = run.config.group_size
     rows = [
         {
-            "prompt": prompts.prompts[p],
+            "prompt": prompts[p],
             "completion": texts[p * group],
             "reward": None if np.isnan(rewards[p * group]) else rewards[p * group],
         }
-        for p in range(min(2, len(prompts.prompts)))
+        for p in range(min(2, len(prompts)))
     ]
     tracker.samples(step, rows)

@@ -22,22 +22,27 @@ def save(
     state: rl.TrainState,
     reference: Any,
     step: int,
+    **more: Any,
 ) -> None:
-    """Checkpoint policy, optimizer and step, the reference when there is one."""
+    """Checkpoint policy, optimizer and step, the reference if there is one, ``more`` trees."""
     tracker.flush()  # a run killed after this resumes at ``step``: no earlier record may be missing
-    trees = {"state": state} | ({} if reference is None else {"reference": reference})
+    trees = {"state": state} | ({} if reference is None else {"reference": reference}) | more
     checkpoints.save(step, trees, {"frozen": run.frozen_digest, "prompts": run.prompts_digest})
 
 
 def restore(
-    run: Run, checkpoints: checkpoint.Checkpointer, state: rl.TrainState, reference: Any
-) -> tuple[int, rl.TrainState, Any]:
-    """Load the newest whole checkpoint of a resumed run.
+    run: Run,
+    checkpoints: checkpoint.Checkpointer,
+    state: rl.TrainState,
+    reference: Any,
+    **more: Any,
+) -> tuple[int, dict[str, Any]]:
+    """Load the newest whole checkpoint of a resumed run: its step, and the trees by name.
 
     Raises:
       CheckpointError: there is none, or it was made over other frozen weights or other prompts.
     """
-    targets = {"state": state} | ({} if reference is None else {"reference": reference})
+    targets = {"state": state} | ({} if reference is None else {"reference": reference}) | more
     step, trees, meta = checkpoints.restore(targets)
     if meta["frozen"] != run.frozen_digest:
         raise checkpoint.CheckpointError(
@@ -49,7 +54,7 @@ def restore(
             f"{checkpoints.directory}: the prompts of {run.config.prompts or run.config.task} are "
             "not those that the run began with; bring them back, or start a new run from its model"
         )
-    return step, trees["state"], trees.get("reference")
+    return step, trees
 
 
 def export(run: Run, trainable: Any) -> Path:

@@ -25,7 +25,8 @@ from rlhf_jax import checkpoint, data, partition, policy
 class Run:
     """Everything that was set up before the first step."""
 
-    config: Filled
+    config: Filled  # the flags that all scripts share
+    own: Any  # the script's Config as the run began with it, its own flags included
     folder: Path
     resumed: bool  # there are checkpoints to go on from
     task: tasks.Task
@@ -61,16 +62,21 @@ class Run:
         return None if isinstance(rows, data.GeneratedRows) else data.fingerprint(rows)
 
 
-def start(config: Config, *, algorithm: str) -> Run:
+def start(config: Config, *, algorithm: str, name: str | None = None) -> Run:
     """Set a run up: task, model, tokenizer, layout, prompts, folder.
+
+    Args:
+      config: the flags.
+      algorithm: the script's name; a run goes on with the script that began it.
+      name: begins the name of a new folder; the algorithm by default.
 
     Raises:
       ValueError, OSError, ImportError: one line that says what is wrong with the input.
     """
-    folder, config = _folder(config, algorithm)
+    folder, own = _folder(config, algorithm, name or algorithm)
     resumed = bool(_saved_steps(folder))
-    task = tasks.build(config.task, seed=config.seed, prompts=config.prompts, reward=config.reward)
-    config = fill(config, task.defaults)
+    task = tasks.build(own.task, seed=own.seed, prompts=own.prompts, reward=own.reward)
+    config = fill(own, task.defaults)
     layout = sharding.get_layout(config.layout)
     mesh = sharding.make_mesh(layout)
     prompts = config.prompts_per_step
@@ -101,9 +107,11 @@ def start(config: Config, *, algorithm: str) -> Run:
         for rows in (task.train, held_out)
     )
     folder.mkdir(parents=True, exist_ok=True)
-    _write_config(folder, config)
+    own = dataclasses.replace(own, **vars(config))
+    _write_config(folder, own, algorithm)
     return Run(
         config=config,
+        own=own,
         folder=folder,
         resumed=resumed,
         task=task,
@@ -123,10 +131,10 @@ def start(config: Config, *, algorithm: str) -> Run:
     )
 
 
-def _folder(config: Config, algorithm: str) -> tuple[Path, Config]:
+def _folder(config: Config, algorithm: str, name: str) -> tuple[Path, Config]:
     if config.resume is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        name = f"{algorithm}-{config.task.replace(':', '-')}-{stamp}"
+        name = f"{name}-{config.task.replace(':', '-')}-{stamp}"
         folder = Path(config.run_dir or Path("runs") / name)
         if (folder / "config.json").exists() or _saved_steps(folder):
             raise FileExistsError(
@@ -134,14 +142,14 @@ def _folder(config: Config, algorithm: str) -> tuple[Path, Config]:
                 "or choose another folder"
             )
         return folder, config
-    return Path(config.resume), _stored(config, Path(config.resume))
+    return Path(config.resume), _stored(config, Path(config.resume), algorithm)
 
 
-def _stored(config: Config, folder: Path) -> Config:
+def _stored(config: Config, folder: Path, algorithm: str) -> Config:
     """The flags that a resumed run began with; only --steps may be new."""
     given = [
         flag(field.name)
-        for field in dataclasses.fields(Config)
+        for field in dataclasses.fields(config)
         if getattr(config, field.name) != field.default and field.name not in ("resume", "steps")
     ]
     if given:
@@ -151,7 +159,8 @@ def _stored(config: Config, folder: Path) -> Config:
         )
     try:
         stored = json.loads((folder / "config.json").read_text())
-        known = {field.name for field in dataclasses.fields(Config)}
+        began = stored.get("algorithm", algorithm)
+        known = {field.name for field in dataclasses.fields(config)}
         stored = {name: value for name, value in stored.items() if name in known}
         if not isinstance(stored["task"], str):
             raise TypeError
@@ -163,11 +172,15 @@ def _stored(config: Config, folder: Path) -> Config:
         raise ValueError(
             f"--resume {folder}: its config.json is damaged; write the run's flags into it again"
         ) from None
+    if began != algorithm:
+        raise ValueError(
+            f"--resume {folder}: {began}.py began that run; go on with it, not with {algorithm}.py"
+        )
     steps = stored.get("steps") if config.steps is None else config.steps
     done = max(_saved_steps(folder), default=0)
     if isinstance(steps, int) and steps < done:
         raise ValueError(f"--steps {steps}: the run in {folder} has already done {done}")
-    return Config(**{**stored, "steps": steps, "resume": str(folder)})
+    return type(config)(**{**stored, "steps": steps, "resume": str(folder)})
 
 
 def _saved_steps(folder: Path) -> list[int]:
@@ -200,8 +213,9 @@ def _check_length(config: Filled, model: rl.models.Decoder, prompt: int) -> None
         )
 
 
-def _write_config(folder: Path, config: Filled) -> None:
+def _write_config(folder: Path, config: Config, algorithm: str) -> None:
     stored = dataclasses.asdict(dataclasses.replace(config, resume=None))
+    stored["algorithm"] = algorithm
     temporary = folder / "config.json.tmp"
     temporary.write_text(json.dumps(stored, indent=1) + "\n")
     temporary.replace(folder / "config.json")

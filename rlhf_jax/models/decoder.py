@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ import numpy as np
 from flax import nnx
 
 from rlhf_jax.models import cache as caching
+from rlhf_jax.models import kernels
 from rlhf_jax.models.attention import attention_inputs, masked_attention, within
 from rlhf_jax.models.cache import Cache, Prefix
 from rlhf_jax.models.config import DecoderConfig
@@ -38,24 +39,18 @@ from rlhf_jax.models.layers import (
     Block,
     Shell,
     definitions,
+    layer_of,
     logical_axes,
     rms_norm,
     rotary_angles,
 )
-from rlhf_jax.models.stacks import per_layer, restack, scan
+from rlhf_jax.models.remat import REMAT, attention, input_tagged, recomputed
+from rlhf_jax.models.stacks import depth, per_layer, restack, scan
 
 Array = jax.Array
 Params = dict[str, Any]
 
 __all__ = ["Decoder"]
-
-_REMAT = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-
-
 _KV_DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -68,15 +63,21 @@ class Decoder:
       stacks: layers in each stack, e.g. ``(22, 8)``; they sum to ``config.num_layers``.
         Empty means one stack. A method takes parameters of any stacking: it follows the tree.
       dtype: compute dtype of the matmuls; norms, softmax and logits are float32 in any case.
-      remat: what the backward pass recomputes: ``"none"``, ``"dots"`` (all but the weight
-        matmuls) or ``"full"`` (everything but each layer's input).
+      remat: what the backward pass recomputes, one of ``Decoder.REMAT``: ``"none"``, attention's
+        scores and weights (``"attention"``), all but the weight matmuls (``"dots"``), all but each
+        layer's input (``"full"``), or that with the input in the host's memory (``"offload"``).
       kv_dtype: what the key/value cache holds: None (the compute dtype), float32, bfloat16 or
         ``"int8"`` (with a float32 scale per row, head and token). Only keys and values that are
         read back in a later step are rounded: prompts attend to themselves, and a new token to
         itself, with unrounded ones, as the learner does.
 
+      attention: how :meth:`hidden` attends: ``"xla"``, or by a fused kernel that holds no scores,
+        ``"splash"`` (TPU), ``"cudnn"`` (GPU) or ``"auto"``; see :mod:`rlhf_jax.models.kernels`.
+      attention_axes: mesh axes that split the rows, and the one that splits the heads, for
+        ``"splash"`` on several devices, e.g. ``(("fsdp",), "tensor")``.
+
     Raises:
-      ValueError: stacks that do not sum to the layers, an unknown remat or cache dtype.
+      ValueError: stacks that do not sum to the layers, an unknown remat, cache dtype or kernel.
 
     >>> import jax, jax.numpy as jnp, rlhf_jax as rl
     >>> config = rl.models.DecoderConfig(
@@ -94,13 +95,18 @@ class Decoder:
     dtype: Any = jnp.float32
     remat: str = "none"
     kv_dtype: Any = None
+    attention: str = "xla"
+    attention_axes: kernels.Axes = ((), None)
+
+    REMAT: ClassVar[tuple[str, ...]] = REMAT
 
     def __post_init__(self) -> None:
         stacks = tuple(int(n) for n in self.stacks) or (self.config.num_layers,)
         object.__setattr__(self, "stacks", self._check_stacks(stacks))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        if self.remat not in _REMAT:
-            raise ValueError(f"remat: got {self.remat!r}; choose one of {sorted(_REMAT)}")
+        if self.remat not in REMAT:
+            raise ValueError(f"remat: got {self.remat!r}; choose one of {REMAT}")
+        kernels.check(self.attention, self.dtype, self.config.windows is not None)
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", np.dtype(self.kv_dtype))
             if self.kv_dtype.name not in _KV_DTYPES:
@@ -109,10 +115,10 @@ class Decoder:
                 )
 
     def _check_stacks(self, stacks: tuple[int, ...]) -> tuple[int, ...]:
-        if any(n <= 0 for n in stacks) or sum(stacks) != self.config.num_layers:
+        count = self.config.num_layers
+        if any(n <= 0 for n in stacks) or sum(stacks) != count:
             raise ValueError(
-                f"stacks: got {stacks}; give positive numbers that sum to the model's "
-                f"{self.config.num_layers} layers"
+                f"stacks: got {stacks}; give positive numbers that sum to the {count} layers"
             )
         return stacks
 
@@ -229,8 +235,14 @@ class Decoder:
         def run(params: Params, source: Array, given: tuple[Any, Any, Any]) -> Array:
             x = self._embed(params, source) if inputs is None else source.astype(self.dtype)
             mask, where, places = attention_inputs(batch, length, *given)
+            kernel = kernels.choose(self)
+            ids = kernels.segments(given[0], given[2], (batch, length))
 
             def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, None]:
+                if kernel == "splash":
+                    return kernels.splash(q, k, v, ids, self.attention_axes), None
+                if kernel == "cudnn":
+                    return kernels.cudnn(q, k, v, mask), None
                 return masked_attention(q, k, v, within(mask, places, window), split), None
 
             x, _ = self._run(params["layers"], x, where, attend, slice(from_stack, to_stack))
@@ -362,14 +374,12 @@ class Decoder:
         x = self._embed(params, token)
         positions = jnp.broadcast_to(cache.prefix.lengths[:, None] + step, token.shape)
         angles = rotary_angles(self.config, positions)
-        graph, _, _ = definitions(self.config)
 
         def layer(layer_params: Any, x: Array, attend: Attend) -> tuple[Array, Any]:
-            return nnx.merge(graph, layer_params)(x, angles, attend)
+            return layer_of(self.config, layer_params)(x, angles, attend)
 
-        stacks = params["layers"]
-        windows = per_layer(self.config.windows, stacks)
-        x, cache = decode_layers(layer, stacks, windows, x, cache, step)
+        windows = per_layer(self.config.windows, params["layers"])
+        x, cache = decode_layers(layer, params["layers"], windows, x, cache, step)
         return self._final_norm(params, x), cache
 
     # parts
@@ -386,18 +396,18 @@ class Decoder:
         part: slice = slice(None),
     ) -> tuple[Array, list[Any]]:
         """Scan the stacks in `part`; also what `attend` kept, one stacked tree per stack."""
-        graph, _, _ = definitions(self.config)
         angles = rotary_angles(self.config, positions)
 
-        def body(x: Array, xs: Any) -> tuple[Array, Any]:
+        def body(looped: bool, x: Array, xs: Any) -> tuple[Array, Any]:
             layer_params, window = xs
-            return nnx.merge(graph, layer_params)(x, angles, functools.partial(attend, window))
+            inner = attention(functools.partial(attend, window), self.remat, looped=looped)
+            return layer_of(self.config, layer_params)(input_tagged(x), angles, inner)
 
-        if (policy := _REMAT[self.remat]) is not None:
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         kept = []
         for xs in list(zip(stacks, per_layer(self.config.windows, stacks), strict=True))[part]:
-            x, own = scan(body, x, xs)
+            looped = depth(xs) > 1
+            layer = recomputed(functools.partial(body, looped), self.remat, looped=looped)
+            x, own = scan(layer, x, xs)
             kept.append(own)
         return x, kept
 

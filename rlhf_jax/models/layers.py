@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -46,7 +47,11 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """y[..., *out] = Σ_in x[..., *in] · weight[*out, *in] (+ bias), in the dtype of x."""
+    """y[..., *out] = Σ_in x[..., *in] · weight[*out, *in] (+ bias), in the dtype of x.
+
+    With a rank also + Σ_r (Σ_in x·a[r, *in]) · b[*out, r]: an adapter beside the weight, which is
+    itself never changed, copied or differentiated for it.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class Linear(nnx.Module):
         *,
         std: float,
         bias: bool = False,
+        rank: int = 0,
     ):
         shape = (*out.values(), *into.values())
         value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
@@ -64,6 +70,11 @@ class Linear(nnx.Module):
             nnx.Param(jnp.zeros(tuple(out.values()), jnp.float32), axes=tuple(out))
             if bias
             else None
+        )
+        sides = (((rank, *into.values()), (None, *into)), ((*out.values(), rank), (*out, None)))
+        self.a, self.b = (
+            nnx.data(nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes) if rank else None)
+            for shape, axes in sides
         )
         self.contracted = len(into)
 
@@ -74,22 +85,29 @@ class Linear(nnx.Module):
         # As one matrix: with more axes XLA's CPU backend copies it, and may sum in another order.
         flat = weight.reshape(math.prod(out), math.prod(into))
         lead = x.shape[: -self.contracted]
-        y = jnp.einsum("...i,oi->...o", x.reshape(*lead, -1), flat).reshape(*lead, *out)
+        x = x.reshape(*lead, -1)
+        y = jnp.einsum("...i,oi->...o", x, flat)
+        if self.a is not None and self.b is not None:
+            a, b = self.a[...].astype(x.dtype), self.b[...].astype(x.dtype)
+            low = jnp.einsum("...i,ri->...r", x, a.reshape(a.shape[0], -1))
+            y = y + jnp.einsum("...r,or->...o", low, b.reshape(-1, b.shape[-1]))
+        y = y.reshape(*lead, *out)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
 class Attention(nnx.Module):
     """Projections, q/k norm and rotary positions; how to attend is the caller's function."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, ranks: Mapping[str, int]):
         embed = {"embed": config.hidden_size}
         queries = {"heads": config.num_heads, "head_dim": config.head_dim}
         keys = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
         std, bias = config.initializer_range, config.qkv_bias
-        self.q = Linear(rngs, queries, embed, std=std, bias=bias)
-        self.k = Linear(rngs, keys, embed, std=std, bias=bias)
-        self.v = Linear(rngs, keys, embed, std=std, bias=bias)
-        self.o = Linear(rngs, embed, queries, std=std)
+        rank = {name: ranks.get(name, 0) for name in "qkvo"}
+        self.q = Linear(rngs, queries, embed, std=std, bias=bias, rank=rank["q"])
+        self.k = Linear(rngs, keys, embed, std=std, bias=bias, rank=rank["k"])
+        self.v = Linear(rngs, keys, embed, std=std, bias=bias, rank=rank["v"])
+        self.o = Linear(rngs, embed, queries, std=std, rank=rank["o"])
         norm = functools.partial(RMSNorm, config.head_dim, config.norm_eps, "head_dim")
         self.q_norm = nnx.data(norm() if config.qk_norm else None)
         self.k_norm = nnx.data(norm() if config.qk_norm else None)
@@ -106,12 +124,13 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, ranks: Mapping[str, int]):
         embed, wide = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         std = config.initializer_range
-        self.gate = Linear(rngs, wide, embed, std=std)
-        self.up = Linear(rngs, wide, embed, std=std)
-        self.down = Linear(rngs, embed, wide, std=std)
+        rank = {name: ranks.get(name, 0) for name in ("gate", "up", "down")}
+        self.gate = Linear(rngs, wide, embed, std=std, rank=rank["gate"])
+        self.up = Linear(rngs, wide, embed, std=std, rank=rank["up"])
+        self.down = Linear(rngs, embed, wide, std=std, rank=rank["down"])
 
     def __call__(self, x: Array) -> Array:
         """``[B, T, D]`` → ``[B, T, D]``."""
@@ -119,13 +138,15 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm decoder layer."""
+    """One pre-norm decoder layer; ``ranks`` says which projections have adapters."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, ranks: Mapping[str, int] = MappingProxyType({})
+    ):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, "embed")
-        self.attn = Attention(config, rngs)
+        self.attn = Attention(config, rngs, ranks)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, "embed")
-        self.mlp = MLP(config, rngs)
+        self.mlp = MLP(config, rngs, ranks)
 
     def __call__(self, x: Array, angles: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
         """``[B, T, D]`` → ``[B, T, D]``, and whatever ``attend`` kept."""
@@ -152,6 +173,25 @@ def definitions(config: DecoderConfig) -> tuple[Any, Any, Any]:
     shell = nnx.eval_shape(lambda: Shell(config, nnx.Rngs(0)))
     graph, state = nnx.split(block)
     return graph, state, nnx.state(shell)
+
+
+@functools.lru_cache(maxsize=64)
+def _adapted(config: DecoderConfig, ranks: tuple[tuple[str, int], ...]) -> Any:
+    """Static structure of a block with adapters."""
+    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0), dict(ranks)))
+    return nnx.split(block)[0]
+
+
+def layer_of(config: DecoderConfig, params: Any) -> Block:
+    """The layer that one layer's parameters make: with adapters where they hold ``a`` and ``b``."""
+    ranks = tuple(
+        (name, held["a"].shape[0])
+        for part in ("attn", "mlp")
+        for name, held in params[part].items()
+        if "a" in held
+    )
+    graph = _adapted(config, ranks) if ranks else definitions(config)[0]
+    return nnx.merge(graph, params)
 
 
 def logical_axes(state: Any, leading: tuple[str, ...]) -> Any:

@@ -18,6 +18,9 @@ Policy and sampler both run on :meth:`LoRA.merge` of the two; the reference is t
 Merging holds one more copy of the adapted weights while a pass runs, and its backward pass their
 whole gradient, of which only its products with A and B are kept: what LoRA saves is the optimizer's
 moments, the float32 masters, the second copy for the reference, and what a checkpoint holds.
+:meth:`LoRA.attach` needs neither copy nor gradient: A and B lie beside W, y = x·Wᵀ + (x·Aᵀ)·Bᵀ, for
+two thin products more per token. The two round differently (in bf16 a merged weight is rounded once
+more), so policy and sampler should run on the same one.
 """
 
 from __future__ import annotations
@@ -229,20 +232,50 @@ class LoRA:
         Raises:
           ValueError: stacks, projections or shapes that do not agree.
         """
+
+        def merged(held: Tree, pair: Tree, name: str) -> Tree:
+            return {**held, "weight": self._merged(name, held["weight"], pair["a"], pair["b"])}
+
+        return self._with(base, adapters, merged)
+
+    def attach(self, base: Tree, adapters: Tree) -> Tree:
+        """The base with A and (α/r)·B beside each adapted W, which the layers then add up.
+
+        A pure function like :meth:`merge`, for everything a :class:`Decoder` does with parameters:
+        with respect to the adapters no weight gets a gradient, and none is copied.
+
+        Args:
+          base: the decoder's parameters, of the stacking of ``adapters``.
+          adapters: from :meth:`init` or :func:`load_adapters`.
+
+        Returns:
+          The parameter dict; all its leaves but A and B are the base's own.
+
+        Raises:
+          ValueError: stacks, projections or shapes that do not agree.
+        """
+
+        def attached(held: Tree, pair: Tree, name: str) -> Tree:
+            self._check_sides(name, held["weight"], pair["a"], pair["b"])
+            return {**held, "a": pair["a"], "b": self.scale * pair["b"]}
+
+        return self._with(base, adapters, attached)
+
+    def _with(self, base: Tree, adapters: Tree, join: Callable[[Tree, Tree, str], Tree]) -> Tree:
+        """``join(projection, its adapter, name)`` in the place of each adapted projection."""
         ours, theirs = len(adapters["layers"]), len(base["layers"])
         if ours != theirs:
             raise ValueError(f"adapters: they have {ours} stacks, the base has {theirs}")
         stacks = []
         for stack, extra in zip(base["layers"], adapters["layers"], strict=True):
-            merged = dict(stack)
+            joined = dict(stack)
             for group, target in [(group, t) for group, held in extra.items() for t in held]:
-                held, pair = stack[group][target], extra[group][target]
-                weight = self._merged(f"{group}/{target}", held["weight"], pair["a"], pair["b"])
-                merged[group] = {**merged[group], target: {**held, "weight": weight}}
-            stacks.append(merged)
+                new = join(stack[group][target], extra[group][target], f"{group}/{target}")
+                joined[group] = {**joined[group], target: new}
+            stacks.append(joined)
         return {**base, "layers": tuple(stacks)}
 
-    def _merged(self, name: str, weight: Array, a: Array, b: Array) -> Array:
+    def _check_sides(self, name: str, weight: Array, a: Array, b: Array) -> None:
         n, into, out = len(weight), a.shape[2:], b.shape[1:-1]
         sides = (a.shape[:2], (len(b), b.shape[-1]), weight.shape)
         if sides != ((n, self.rank), (n, self.rank), (n, *out, *into)):
@@ -250,6 +283,10 @@ class LoRA:
                 f"adapters: {name} has a {a.shape} and b {b.shape}, which do not fit rank "
                 f"{self.rank} and the base's weight {weight.shape}"
             )
+
+    def _merged(self, name: str, weight: Array, a: Array, b: Array) -> Array:
+        self._check_sides(name, weight, a, b)
+        n = len(weight)
 
         def run(weight: Array, a: Array, b: Array) -> Array:
             # As matrices: with more axes XLA's CPU backend copies them. At full precision: the sum
@@ -265,19 +302,21 @@ class LoRA:
 
         return auto_inside(run, lambda: placed(weight), weight, jnp.asarray(weight), a, b)
 
-    def adapted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function(params, …)`` of merged parameters as one of ``{"base": …, "adapters": …}``.
+    def adapted(self, function: Callable[..., Any], *, merged: bool = True) -> Callable[..., Any]:
+        """``function(params, …)`` of adapted parameters as one of ``{"base": …, "adapters": …}``.
 
         Args:
           function: takes the decoder's parameters first: a policy function, ``model.hidden``, …
+          merged: the parameters are those of :meth:`merge`, else of :meth:`attach`.
 
         Returns:
           The function of the two trees, for :func:`rlhf_jax.make_train_step`.
         """
+        join = self.merge if merged else self.attach
 
         @functools.wraps(function)
         def call(params: Tree, *args: Any, **options: Any) -> Any:
-            return function(self.merge(params["base"], params["adapters"]), *args, **options)
+            return function(join(params["base"], params["adapters"]), *args, **options)
 
         return call
 

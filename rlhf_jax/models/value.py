@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax import masked
 from rlhf_jax.models.config import DecoderConfig, _read_json
 from rlhf_jax.models.decoder import Decoder
 from rlhf_jax.models.explicit import auto_inside, like_rows
@@ -48,7 +49,8 @@ class ValueOutput:
       values: float32 ``[B, T]``: V_t, the value *before* token t is emitted. 0 on padding and on a
         row's first token, before which nothing was read.
       bootstrap: float32 ``[B]``: the value after the row's last real token, for
-        ``gae(truncation="bootstrap", bootstrap_value=…)``; of a reward model, its score.
+        ``gae(truncation="bootstrap", bootstrap_value=…)``; of a reward model, its score. In packed
+        rows ``[B, T]``: each real token holds its segment's.
     """
 
     values: jax.Array
@@ -152,19 +154,26 @@ class ValueModel:
             if self.trunk_stacks
             else dict(tokens=batch.tokens)
         )
+        segment_ids = getattr(batch, "segment_ids", None)
         hidden = self.model.hidden(
-            params["body"], **start, attention_mask=batch.attention_mask, split=batch.start
+            params["body"],
+            **start,
+            attention_mask=batch.attention_mask,
+            segment_ids=segment_ids,
+            split=batch.start,
         )
 
         def out() -> ValueOutput:
-            tokens = batch.tokens
-            return ValueOutput(values=like_rows(tokens, 0, 1), bootstrap=like_rows(tokens, 0))
+            rows, whole = like_rows(batch.tokens, 0), like_rows(batch.tokens, 0, 1)
+            return ValueOutput(values=whole, bootstrap=rows if segment_ids is None else whole)
 
-        weight = params["score"]["weight"]
-        return auto_inside(_aligned, out, batch.tokens, hidden, weight, batch.attention_mask)
+        arrays = hidden, params["score"]["weight"], batch.attention_mask, segment_ids
+        return auto_inside(_aligned, out, batch.tokens, *arrays)
 
 
-def _aligned(hidden: Array, weight: Array, real: Array) -> ValueOutput:
+def _aligned(
+    hidden: Array, weight: Array, real: Array, segment_ids: Array | None = None
+) -> ValueOutput:
     """Read the head at every real token and shift once: what was read at t−1 is V_t."""
     # Before any arithmetic: a NaN in padding must not reach the head's gradient.
     hidden = jnp.where(real[..., None], hidden, 0.0).astype(jnp.float32)
@@ -172,6 +181,12 @@ def _aligned(hidden: Array, weight: Array, real: Array) -> ValueOutput:
     full = jax.lax.Precision.HIGHEST
     after = jnp.einsum("btd,d->bt", hidden, weight[0].astype(jnp.float32), precision=full)
     before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
+    if segment_ids is not None:
+        first, last = (f(real, segment_ids) for f in (masked.first_valid, masked.last_valid))
+        return ValueOutput(
+            values=jnp.where(real & ~first, before, 0.0),
+            bootstrap=masked.sequence_sum(jnp.where(last, after, 0.0), real, segment_ids),
+        )
     index = jnp.arange(real.shape[1])
     last = jnp.max(jnp.where(real, index, -1), axis=1, keepdims=True)
     return ValueOutput(

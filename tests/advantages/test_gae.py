@@ -173,6 +173,7 @@ def test_vtrace_bootstraps():
     np.testing.assert_allclose(got.targets, [[1.5, 1.5]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("explicit", [False, True])
 def test_rows_may_be_spread_over_devices(explicit):
     rewards, values, mask, segments = tokens(6, rows=8)

@@ -1,7 +1,10 @@
 """A reward with partial credit, so that even an untrained model has something to learn from."""
 
 import os
+import pathlib
 import signal
+
+import jax
 
 calls = 0
 
@@ -20,4 +23,11 @@ def interrupted(prompts, completions, answer):
     calls += 1
     if calls == int(os.environ["RLHF_TEST_AT"]):
         os.kill(os.getpid(), getattr(signal, os.environ["RLHF_TEST_SIGNAL"]))
+    return positions(prompts, completions, answer)
+
+
+def weighed(prompts, completions, answer):
+    """The same; writes how many arrays jax holds into the file ``RLHF_TEST_LIVE``."""
+    with pathlib.Path(os.environ["RLHF_TEST_LIVE"]).open("a") as file:
+        print(len(jax.live_arrays()), file=file)
     return positions(prompts, completions, answer)

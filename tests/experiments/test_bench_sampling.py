@@ -11,6 +11,7 @@ import pytest
 
 import rlhf_jax as rl
 from experiments.bench import batching, roofline, sampling, timing
+from experiments.bench import peers as peers_lib
 
 TINY = dict(
     vocab_size=64,
@@ -27,6 +28,9 @@ TINY = dict(
     group_size=3,
     prompt_length=8,
     new_tokens=4,
+    kl_coef=0.04,
+    clip=0.2,
+    learning_rate=1e-5,
 )
 PEER = """
 import json, sys
@@ -47,10 +51,10 @@ def cells(table, row):
 
 
 def test_speed_compares_with_a_peer_that_is_there_and_names_one_that_is_not(peers, monkeypatch):
-    monkeypatch.setattr(sampling.Workload, "generate", lambda self, seed: time.sleep(0.01))
-    work = sampling.workload(peers / "workload.json")
-    there = sampling.Peer(name="slow", script=peers / "peer.py", python=sys.executable, bar=2.0)
-    without = sampling.Peer(name="gone", script=peers / "no.py", python=sys.executable, bar=2.0)
+    monkeypatch.setattr(peers_lib.Workload, "generate", lambda self, seed: time.sleep(0.01))
+    work = peers_lib.workload(peers / "workload.json")
+    there = peers_lib.Peer(name="slow", script=peers / "peer.py", python=sys.executable, bar=2.0)
+    without = peers_lib.Peer(name="gone", script=peers / "no.py", python=sys.executable, bar=2.0)
     table = sampling.speed(work, [there, without], rounds=1, repeats=1)
     ours, slow = cells(table, 2), cells(table, 3)
     assert slow[1] == "10"
@@ -61,20 +65,20 @@ def test_speed_compares_with_a_peer_that_is_there_and_names_one_that_is_not(peer
 
 def test_a_peer_that_fails_says_how(peers):
     (peers / "peer.py").write_text("raise SystemExit('no such package')")
-    broken = sampling.Peer(name="b", script=peers / "peer.py", python=sys.executable, bar=2.0)
+    broken = peers_lib.Peer(name="b", script=peers / "peer.py", python=sys.executable, bar=2.0)
     with pytest.raises(RuntimeError, match="no such package"):
         broken.run()
 
 
 @pytest.mark.slow
 def test_prefill_runs_at_a_tiny_size(peers):
-    work = sampling.workload(peers / "workload.json")
+    work = peers_lib.workload(peers / "workload.json")
     assert cells(sampling.prefill(work, 16, 1), 3)[0] == "8"
 
 
 @pytest.mark.slow
 def test_capacity_runs_at_a_tiny_size(peers):
-    work = sampling.workload(peers / "workload.json")
+    work = peers_lib.workload(peers / "workload.json")
     table = sampling.capacity(work, 1, rooms=(256, 512))
     assert [cells(table, row)[:2] for row in (2, 3, 4, 5)] == [
         ["2 × 3", "256"],
@@ -122,7 +126,7 @@ def test_roofline_bound_is_the_slower_of_memory_and_arithmetic():
 
 @pytest.mark.slow
 def test_roofline_runs_at_a_tiny_size(peers):
-    work = sampling.workload(peers / "workload.json")
+    work = peers_lib.workload(peers / "workload.json")
     found = roofline.measure(work.model, work.params, rows=(1, 2), repeats=1, megabytes=1, size=64)
     assert [cells(roofline.table(*found), row)[0] for row in (-2, -1)] == ["1", "2"]
 
@@ -140,7 +144,7 @@ def test_lengths_are_log_normal_with_the_stated_mean_and_cut():
 def test_batching_serves_every_token_both_ways(peers, monkeypatch):
     monkeypatch.setattr(batching, "LONGEST", 32)
     monkeypatch.setattr(batching, "MEAN", 8)
-    work = sampling.workload(peers / "workload.json")
+    work = peers_lib.workload(peers / "workload.json")
     static, engine = batching.measure(work.model, work.params, requests=24, slots=4, static=8)
     sizes = batching.lengths(24)
     assert (static.tokens, engine.tokens) == (sizes[:8].sum(), sizes.sum())

@@ -121,6 +121,7 @@ def test_weights_gathered_in_a_loop_are_found(whole):
     assert count == 3 * (activations + sum(one.bytes for one in moved))
 
 
+@pytest.mark.long
 @pytest.mark.fault(57)
 def test_tensor_layout_moves_no_weights_in_the_loop_and_splits_the_cache():
     layout = sharding.get_layout("tensor")

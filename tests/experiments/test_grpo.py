@@ -1,7 +1,7 @@
 """The main experiment end to end on the small model: bad input, interrupts, resume, layouts."""
 
+import functools
 import json
-import pathlib
 import shutil
 import sys
 
@@ -9,48 +9,10 @@ import numpy as np
 import pytest
 
 import rlhf_jax as rl
+from tests.experiments import scripts
+from tests.experiments.scripts import GRADED, SMALL, records, same
 
-EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
-GRADED = str(pathlib.Path(__file__).with_name("graded.py"))
-SMALL = ["--task", "sort", "--batch-size", "32", "--group-size", "4", "--warmup-steps", "3"]
-SMALL += ["--reward", f"{GRADED}:positions"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _path():
-    sys.path.insert(0, str(EXPERIMENTS))
-    yield
-    sys.path.remove(str(EXPERIMENTS))
-
-
-def run(*flags):
-    """Call the script as a shell would; returns its exit code."""
-    import common
-    import grpo
-
-    before = sys.argv
-    sys.argv = ["experiments/grpo.py", *map(str, flags)]
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            common.main(grpo.train)
-    finally:
-        sys.argv = before
-    return stopped.value.code
-
-
-def records(folder, name="metrics"):
-    lines = (pathlib.Path(folder) / f"{name}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def same(first, second, atol=0.0):
-    """Compare two runs' records, times left out."""
-    assert len(first) == len(second)
-    for a, b in zip(first, second, strict=True):
-        names = {n for n in a if not n.startswith(("time/", "throughput/", "memory/", "wall"))}
-        assert names <= set(b)
-        for name in names:
-            np.testing.assert_allclose(a[name], b[name], atol=atol, rtol=atol, err_msg=name)
+run = functools.partial(scripts.run, "grpo")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +51,7 @@ def test_before_the_first_update_the_kl_is_zero_and_the_ratio_one(plain):
 
 
 @pytest.mark.fault(53)
-@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("signal", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_with_the_next_step(
     plain, tmp_path, capsys, signal, monkeypatch
 ):
@@ -219,7 +181,7 @@ def test_a_model_that_cannot_be_written_says_that_nothing_is_lost(tmp_path, monk
 
 @pytest.mark.fault(23)
 @pytest.mark.fault(57)
-@pytest.mark.parametrize("layout", ["fsdp", "dp"])
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("dp", marks=pytest.mark.slow)])
 def test_the_same_run_on_eight_devices(plain, tmp_path, layout):
     flags = [*SMALL, "--kl-coef", 0.05, "--steps", 3, "--layout", layout]
     assert run(*flags, "--run-dir", tmp_path / "run") == 0

@@ -43,24 +43,31 @@ def nnx_toy():
     return params, lambda params, tokens: nnx.merge(graph, params)(tokens)
 
 
-@pytest.mark.parametrize("toy", [linen_toy, nnx_toy])
+LOSSES = [
+    (L.reinforce_loss, {}),
+    (L.rloo_loss, {}),
+    (L.ppo_loss, {}),
+    (L.grpo_loss, {}),
+    (L.dr_grpo_loss, {"length": 3}),
+    (L.dapo_loss, {}),
+    (L.gspo_loss, {"clip_low": 0.2, "clip_high": 0.2}),
+    (L.gspo_token_loss, {"clip_low": 0.2, "clip_high": 0.2}),
+    (L.cispo_loss, {}),
+    (L.sapo_loss, {}),
+    (L.gmpo_loss, {}),
+    (L.topr_loss, {}),
+    (L.reinforce_pp_loss, {}),
+    (L.decoupled_ppo_loss, {}),
+]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("loss", "options"),
-    [
-        (L.reinforce_loss, {}),
-        (L.rloo_loss, {}),
-        (L.ppo_loss, {}),
-        (L.grpo_loss, {}),
-        (L.dr_grpo_loss, {"length": 3}),
-        (L.dapo_loss, {}),
-        (L.gspo_loss, {"clip_low": 0.2, "clip_high": 0.2}),
-        (L.gspo_token_loss, {"clip_low": 0.2, "clip_high": 0.2}),
-        (L.cispo_loss, {}),
-        (L.sapo_loss, {}),
-        (L.gmpo_loss, {}),
-        (L.topr_loss, {}),
-        (L.reinforce_pp_loss, {}),
-        (L.decoupled_ppo_loss, {}),
+    ("toy", "loss", "options"),
+    [  # every loss learns on one of the toys in the quick run, on both in the slow one
+        pytest.param(toy, *case, marks=() if index % 2 == quick else pytest.mark.slow)
+        for quick, toy in enumerate((linen_toy, nnx_toy))
+        for index, case in enumerate(LOSSES)
     ],
 )
 def test_foreign_models_learn(toy, loss, options):

@@ -99,6 +99,7 @@ def pack(data):
     return out, jnp.tile(jnp.repeat(jnp.array([7, 3]), 6), (4, 1))
 
 
+@pytest.mark.long
 @pytest.mark.fault(23, 27)
 @pytest.mark.parametrize("mode", MODES)
 @given(seed=seeds)
@@ -127,6 +128,7 @@ def accumulate(split, whole, mode, names):
     }
 
 
+@pytest.mark.long
 @pytest.mark.fault(23, 24, 26)
 @pytest.mark.parametrize(
     ("mode", "parts", "names"),
@@ -143,6 +145,7 @@ def test_micro_batches_add_up(mode, parts, names, seed):
     same(readings(got), readings(want))
 
 
+@pytest.mark.long
 @pytest.mark.fault(23, 24)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -194,6 +197,7 @@ def test_bfloat16_log_probs(name):
     same(rl.metrics.compute(found), rl.metrics.compute(want_found))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOSSES)
 def test_eager_equals_jit_and_the_twin(name):
     case, data = LOSSES[name], batch(2)

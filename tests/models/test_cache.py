@@ -67,6 +67,7 @@ def padded(prompts, side):
     return jnp.stack(rows), mask
 
 
+@pytest.mark.long
 @pytest.mark.fault(9)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("per_row", [False, True])
@@ -129,7 +130,7 @@ def test_a_cache_can_grow_while_decoding(setup):
             small = rl.models.extend_cache(small, STEPS)
         a, small = decode(model, params, suffix[:, :, step], small, step)
         b, large = decode(model, params, suffix[:, :, step], large, step)
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, atol=5e-6)
     with pytest.raises(ValueError, match="already has 5"):
         rl.models.extend_cache(small, 3)
 
@@ -206,6 +207,7 @@ def test_decoding_across_buckets_equals_the_full_forward_pass(setup):
     np.testing.assert_allclose(found.swapaxes(0, 1), want, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.fault(44)
 @pytest.mark.parametrize(
     ("per_row", "kv_dtype"), [(False, "float32"), (False, "bfloat16"), (True, "int8")]

@@ -43,6 +43,7 @@ def flops(function, *args):
     return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.long
 def test_parameters_are_plain_and_named(params):
     assert set(params) == {"embed", "layers", "final_norm"}
     assert isinstance(params["layers"], tuple)
@@ -80,7 +81,8 @@ def test_decoder_is_static_and_cheap():
         rl.models.Decoder(CONFIG, remat="some")
 
 
-@pytest.mark.parametrize("stacks", [(4,), (1, 1, 2)])
+@pytest.mark.long
+@pytest.mark.parametrize("stacks", [pytest.param((4,), marks=pytest.mark.slow), (1, 1, 2)])
 def test_stacking_changes_nothing(params, tokens, stacks):
     other = rl.models.Decoder(CONFIG, stacks=stacks)
     restacked = MODEL.restack(params, stacks)
@@ -95,6 +97,7 @@ def test_stacking_changes_nothing(params, tokens, stacks):
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), back, params)))
 
 
+@pytest.mark.long
 def test_no_backward_pass_runs_through_frozen_leading_stacks(tokens):
     config = dataclasses.replace(CONFIG, num_layers=6)
     model = rl.models.Decoder(config, stacks=(5, 1))
@@ -127,6 +130,7 @@ def test_trunk_then_top_is_the_whole(params, tokens):
     assert abs(trunk - whole).max() > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_remat_gives_the_same_gradient(params, tokens, remat):
     def loss(model):
@@ -137,6 +141,7 @@ def test_remat_gives_the_same_gradient(params, tokens, remat):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.fault(9)
 @pytest.mark.parametrize(("before", "after"), [(5, 0), (0, 5), (2, 4)])
 def test_padding_on_any_side_agrees_on_valid_tokens(params, tokens, before, after):
@@ -149,6 +154,7 @@ def test_padding_on_any_side_agrees_on_valid_tokens(params, tokens, before, afte
     np.testing.assert_allclose(logits[:, before:end], logits_of(MODEL, params, tokens), atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.fault(6)
 def test_fully_masked_rows_are_finite_in_value_and_gradient(params, tokens):
     mask = jnp.ones_like(tokens, bool).at[1].set(False)
@@ -162,6 +168,7 @@ def test_fully_masked_rows_are_finite_in_value_and_gradient(params, tokens):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.long
 def test_packed_rows_equal_rows_of_their_own(params, tokens):
     packed = jnp.concatenate([tokens[0, :4], tokens[1, :3], jnp.zeros(2, int), tokens[2]])[None]
     ids = jnp.array([[9] * 4 + [2] * 3 + [9] * 2 + [5] * 10])
@@ -181,6 +188,7 @@ def test_positions_can_be_given(params, tokens):
     assert abs(logits_of(MODEL, params, tokens, positions=2 * positions) - default).max() > 1e-2
 
 
+@pytest.mark.long
 def test_bf16_compute_keeps_float32_logits_and_is_close(params, tokens):
     model = dataclasses.replace(MODEL, dtype=jnp.bfloat16)
     logits = logits_of(model, params, tokens)
@@ -190,6 +198,7 @@ def test_bf16_compute_keeps_float32_logits_and_is_close(params, tokens):
     assert abs(logits - exact).mean() < 0.02 * abs(exact).mean()
 
 
+@pytest.mark.long
 def test_compute_dtype_does_not_leak_into_gradients(params, tokens):
     model = dataclasses.replace(MODEL, dtype=jnp.bfloat16)
     gradient = jax.jit(jax.grad(lambda p: model.logits(p, tokens).sum()))(params)
@@ -216,8 +225,16 @@ def test_bad_input_is_named(params, tokens, options, words):
         MODEL.hidden(params, ids, **options)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("layout", ["tensor", "fsdp"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("Explicit", "tensor"),
+        ("Auto", "fsdp"),
+        pytest.param("Auto", "tensor", marks=pytest.mark.slow),
+        pytest.param("Explicit", "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_results_equal_single_device_results(params, tokens, kind, layout):
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=kinds)

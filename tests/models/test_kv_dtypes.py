@@ -47,9 +47,14 @@ def learned(model, params, tokens):
     return jax.nn.log_softmax(model.logits(params, tokens)[:, PROMPT - 1 :])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kv_dtype", "largest", "mean", "per_row"),
-    [("bfloat16", 3e-2, 3e-3, False), ("int8", 6e-2, 6e-3, False), ("int8", 6e-2, 6e-3, True)],
+    [
+        pytest.param("bfloat16", 3e-2, 3e-3, False, marks=pytest.mark.slow),
+        pytest.param("int8", 6e-2, 6e-3, False, marks=pytest.mark.slow),
+        ("int8", 6e-2, 6e-3, True),
+    ],
 )
 def test_error_of_the_log_probs_is_bounded(family, kv_dtype, largest, mean, per_row):
     model, params, tokens = family
@@ -68,6 +73,7 @@ def ids(rows, length):
     return jax.random.randint(jax.random.key(0), (rows, length), 3, 64)
 
 
+@pytest.mark.long
 def test_float32_is_the_default_bit_for_bit(llama):
     model, params = llama
     tokens = ids(2 * GROUP, PROMPT + STEPS)
@@ -75,6 +81,7 @@ def test_float32_is_the_default_bit_for_bit(llama):
     np.testing.assert_array_equal(decoded(same, params, tokens), decoded(model, params, tokens))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_compute_and_cache_dtypes_are_independent(llama, kv_dtype):
     model, params = llama
@@ -133,6 +140,7 @@ def test_bfloat16_is_held_as_its_bits():
     assert unscaled(held, jnp.bfloat16).dtype == jnp.bfloat16
 
 
+@pytest.mark.long
 def test_every_leaf_of_an_int8_cache_has_axes_and_grows(llama):
     model, params = llama
     model = dataclasses.replace(model, kv_dtype="int8")
@@ -152,7 +160,7 @@ def test_every_leaf_of_an_int8_cache_has_axes_and_grows(llama):
     for step in (1, 2):
         a, cache = decode(params, token, cache, step)
         b, longer = decode(params, token, longer, step)
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, atol=5e-6)
 
 
 def test_unknown_dtypes_are_refused(llama):

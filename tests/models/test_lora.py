@@ -143,6 +143,7 @@ def test_a_fresh_adapter_changes_nothing_at_all(flat):
     assert same(FEW.merge(flat, FEW.init(jax.random.key(3), FLAT)), flat)
 
 
+@pytest.mark.long
 def test_adapters_that_are_off_change_nothing_at_all(base, adapters):
     assert same(LORA.merge(base, LORA.off(adapters)), base)
 
@@ -275,6 +276,7 @@ def trained(flat, batch):
     return run(flat, batch)
 
 
+@pytest.mark.long
 @pytest.mark.fault(50)
 def test_the_step_trains_the_adapters_and_nothing_else(flat, batch, trained):
     state, frozen, merged, _ = trained

@@ -42,6 +42,7 @@ def configure(folder, **changes):
     (folder / CONFIG).write_text(json.dumps(raw | changes))
 
 
+@pytest.mark.long
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_peft(name):

@@ -70,6 +70,7 @@ def test_golden_logits_see_a_changed_weight(family, leaf):
     assert np.abs(logits - data["logits"])[data["mask"]].max() > 100 * TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,6 +97,7 @@ def smollm2():
     return rl.models.load("smollm2-135m", stacks=(22, 8))
 
 
+@pytest.mark.long
 @pytest.mark.fault(9, 59)
 @pytest.mark.download
 def test_smollm2_golden_logits(smollm2):
@@ -124,6 +126,7 @@ def test_smollm2_greedy_text(smollm2):
     assert texts["greedy"][0].startswith(" Paris")
 
 
+@pytest.mark.long
 @pytest.mark.parity
 @pytest.mark.download
 @pytest.mark.filterwarnings("ignore")

@@ -66,12 +66,14 @@ def seen_from_the_end(model, params, tokens):
     return jnp.abs(jacobian).max(axis=(0, 1, 2, 4)) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 3, WINDOW])
 def test_a_query_sees_itself_and_the_tokens_just_before_it(params, tokens, window):
     seen = seen_from_the_end(with_windows(0, 0, window), params, tokens[:1])
     assert seen.tolist() == [False] * (LENGTH - window) + [True] * window
 
 
+@pytest.mark.long
 def test_a_window_past_the_row_changes_nothing(params, tokens):
     full = hidden_of(with_windows(), params, tokens)
     wide = hidden_of(with_windows(0, LENGTH, LENGTH), params, tokens)

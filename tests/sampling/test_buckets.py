@@ -56,7 +56,8 @@ def test_fifty_batches_compile_once_per_pair_of_buckets(params):
     assert rl.sampling.compilations() - before == len(met) <= len(widths) * len(counts)
 
 
-@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.long
+@pytest.mark.parametrize("per_row", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_padding_to_buckets_changes_no_row(params, per_row):
     tokens, mask = prompts(np.random.default_rng(1), 3, 5)
     options = dict(group_size=2, room=6, max_new_tokens=6, stop_ids=[4, 9])
@@ -114,6 +115,7 @@ def test_every_row_has_its_own_cap_and_floor(params):
     assert (np.asarray(rollout.mask).sum(1) == rollout.lengths).all()
 
 
+@pytest.mark.long
 def test_keys_of_rows_are_what_a_key_gives(params):
     tokens, mask = prompts(np.random.default_rng(3), 2, 4)
     options = dict(group_size=3, max_new_tokens=5, group_ids=np.array([8, 1]))

@@ -11,6 +11,7 @@ import rlhf_jax as rl
 from .served import MODEL, VOCAB, engine, generated, prompts
 
 
+@pytest.mark.long
 @pytest.mark.fault(40)
 def test_everything_compiles_once_per_bucket():
     """50 batches of random lengths, options, groups and stop ids."""
@@ -40,6 +41,7 @@ def test_everything_compiles_once_per_bucket():
     assert server.compilations == after
 
 
+@pytest.mark.slow
 def test_an_int8_cache_and_sliding_windows():
     config = dataclasses.replace(
         MODEL.config, architecture="Qwen2ForCausalLM", layer_windows=(0, 7)

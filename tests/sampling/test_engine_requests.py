@@ -9,6 +9,7 @@ import rlhf_jax as rl
 from .served import EOS, LARGE, PIECES, SMALL, VOCAB, engine, prompts, tokenizer
 
 
+@pytest.mark.long
 @pytest.mark.fault(42)
 def test_a_round_ends_with_the_last_running_row():
     server = engine(**LARGE)
@@ -21,6 +22,7 @@ def test_a_round_ends_with_the_last_running_row():
     assert server.stats.utilisation == pytest.approx(9 / 45)
 
 
+@pytest.mark.long
 @pytest.mark.fault(48)
 def test_requests_wait_for_slots_and_enter_row_by_row():
     server = engine(**SMALL)

@@ -35,8 +35,9 @@ def expected():
     return run(params())[0]
 
 
+@pytest.mark.long
 @pytest.mark.fault(57)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_one_device(expected, kind, caplog):
     layout = sharding.get_layout("fsdp_tensor")
     shape = sharding.make_mesh(layout).shape

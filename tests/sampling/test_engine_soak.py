@@ -44,6 +44,7 @@ def soak(count, watch=lambda answered: None):
     return answers, reasons
 
 
+@pytest.mark.long
 def test_the_same_keys_give_the_same_answers():
     answers, reasons = soak(200)
     assert (answers, reasons) == soak(200)

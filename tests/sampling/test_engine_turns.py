@@ -29,8 +29,11 @@ def fresh(model, params, group, row):
     return np.asarray(log_probs)[index, row.tokens]
 
 
+@pytest.mark.long
 @pytest.mark.fault(12, 45)
-@pytest.mark.parametrize("sizes", [dict(), SMALL, LARGE])
+@pytest.mark.parametrize(
+    "sizes", [SMALL, *(pytest.param(s, marks=pytest.mark.slow) for s in (dict(), LARGE))]
+)
 def test_log_probs_after_forced_tokens_are_those_of_the_whole_conversation(sizes):
     server = engine(**sizes)
     first = ask(server, group_size=2)
@@ -161,6 +164,7 @@ def test_extensions_that_do_not_fit_change_nothing(forced, new, says):
     assert [len(row.tokens) for row in next(iter(server)).rows] == [8, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.download
 @pytest.mark.fault(45, 46)
 def test_a_chat_with_smollm2_goes_on_from_its_cache():

@@ -35,6 +35,7 @@ def _log_softmax(x):
     return np.asarray(jax.nn.log_softmax(jnp.asarray(x, jnp.float32), axis=-1))
 
 
+@pytest.mark.long
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 def test_log_probs_belong_to_their_tokens(table, temperature):
@@ -79,6 +80,7 @@ def test_padding_side_and_amount_do_not_matter(table):
     assert (left.attention_mask == right.attention_mask).all()
 
 
+@pytest.mark.long
 @pytest.mark.fault(5)
 @pytest.mark.fault(11)
 def test_the_stop_id_stays_in_the_mask_even_when_it_is_the_pad_id(table):
@@ -94,6 +96,7 @@ def test_the_stop_id_stays_in_the_mask_even_when_it_is_the_pad_id(table):
     assert (np.asarray(rollout.truncated) == ~ended).all()
 
 
+@pytest.mark.long
 @pytest.mark.fault(42)
 def test_decoding_stops_at_the_last_stop_token(table):
     steps = []
@@ -162,6 +165,7 @@ def test_both_log_probs_are_recorded_under_a_filter(table):
     assert (plain.truncated_log_probs == plain.log_probs).all()
 
 
+@pytest.mark.long
 def test_frequencies_of_two_token_completions(table):
     """100k completions against the enumerated distribution of pairs."""
     rollout = _generate(table, prompts=((1, 2),), group_size=100_000, new=2, temperature=1.3)

@@ -54,6 +54,7 @@ def test_splits_name_the_first_token_that_differs():
     }
 
 
+@pytest.mark.long
 @pytest.mark.fault(9, 59)
 @pytest.mark.download
 def test_the_first_tokens_of_eight_texts(smollm2):

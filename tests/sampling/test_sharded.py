@@ -25,11 +25,11 @@ CASES = [
     for kind in ("Auto", "Explicit")
     for kv_heads in (8, 1)
 ]
-QUICK = [("fsdp", "Auto", 8), ("tensor", "Auto", 1), ("fsdp_tensor", "Explicit", 8)]
+QUICK = [("tensor", "Auto", 1), ("fsdp_tensor", "Explicit", 8)]
 
 
 def cases(quick):
-    """Three cases of both kinds of axes in every run, the others in the slow one."""
+    """A few cases of both kinds of axes in every run, the others in the slow one."""
     slow = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in quick]
     return pytest.mark.parametrize(("name", "kind", "kv_heads"), [*quick, *slow])
 
@@ -116,6 +116,7 @@ def whole_in(text, layout, mesh, kv_heads):
     return [name for name in wrong - {right} if name in text], right in text
 
 
+@pytest.mark.long
 @pytest.mark.fault(57)
 @cases(QUICK)
 def test_generate_gives_what_one_device_gives(name, kind, kv_heads, programs):
@@ -151,6 +152,7 @@ def spec(array):
     return tuple(array.sharding.spec) + (None,) * (array.ndim - len(array.sharding.spec))
 
 
+@pytest.mark.long
 @pytest.mark.fault(57)
 @pytest.mark.parametrize(
     ("kv_dtype", "per_row"),
