@@ -30,8 +30,25 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """y = x / √(mean(x²) + ε) · scale over the last axis, in float32; returned in x's dtype."""
     wide = x.astype(jnp.float32)
-    mean = settled(jnp.mean(settled(jnp.square(settled(wide))), axis=-1, keepdims=True))
+    squares = settled(jnp.square(settled(wide)))
+    total = jax.lax.platform_dependent(squares, cpu=_sum_in_lanes, default=_sum)
+    mean = settled(total / x.shape[-1])
     return (wide / settled(jnp.sqrt(mean + eps)) * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _sum(x: Array) -> Array:
+    return jnp.sum(x, axis=-1, keepdims=True)
+
+
+def _sum_in_lanes(x: Array) -> Array:
+    """The same in one order whatever the other axes are, which a CPU's own order depends on."""
+    lanes = 16
+    widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % lanes)]
+    x = jnp.pad(x, widths).reshape(*x.shape[:-1], -1, lanes).sum(-2)
+    while lanes > 1:
+        lanes //= 2
+        x = x[..., :lanes] + x[..., lanes:]
+    return x
 
 
 class RMSNorm(nnx.Module):
