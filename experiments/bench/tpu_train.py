@@ -119,18 +119,21 @@ def on_a_chip(tree: Any) -> int:
     )
 
 
-def vocabulary_arrays(module: hlo.Module, vocab: int, width: int, shards: int) -> list[int]:
-    """Elements of every float array with a vocabulary axis (whole or split) that is no weight."""
+def vocabulary_arrays(module: hlo.Module, vocab: int, widths: set[int], shards: int) -> list[int]:
+    """Elements of every float array with a vocabulary axis (whole or split) that is no weight.
+
+    A weight is two-dimensional, with one of `widths` beside the vocabulary.
+    """
     axes = {vocab, vocab // shards}
     found = set()
-    for name in module.computations:
-        for one in module.computations[name].instructions.values():
+    for computation in module.computations.values():
+        for one in computation.instructions.values():
             for dtype, dims in hlo.arrays(one.shape):
-                if dtype not in ("f32", "bf16") or not axes & set(dims):
+                held = axes & set(dims)
+                if dtype not in ("f32", "bf16") or not held:
                     continue
-                others = math.prod(dims) // max(axes & set(dims))
-                # A head, its shard or its two bfloat16 halves side by side are no logits.
-                if 2 * width % max(others, 1) != 0:
+                others = [dim for dim in dims if dim != 1 and dim not in held]
+                if len(others) > 1 or (others and others[0] not in widths):
                     found.add(math.prod(dims))
     return sorted(found)
 
@@ -144,7 +147,10 @@ def measure(placed: Placed) -> dict[str, Any]:
     tensor = dict(placed.mesh.shape).get("tensor", 1)
     spread = math.prod(placed.mesh.shape[axis] for axis in placed.layout.rows)
     rows = sizes.rows // sizes.micro_batches // spread
-    pieces = vocabulary_arrays(module, config.vocab_size, config.hidden_size, tensor)
+    width = config.hidden_size
+    # Whole, split, or the two bfloat16 halves of a float32 matrix side by side.
+    widths = {factor * width // parts for factor in (1, 2) for parts in (1, spread)}
+    pieces = vocabulary_arrays(module, config.vocab_size, widths, tensor)
     return {
         "layout": placed.layout.name,
         "mesh": sharding.describe(placed.mesh),

@@ -79,7 +79,7 @@ def test_remat_saves_memory(work):
 
 
 def test_logits_are_told_from_weights():
-    assert tpu_train.vocabulary_arrays(parse(MODULE), 64, 16, 2) == [7 * 32, 5 * 64]
+    assert tpu_train.vocabulary_arrays(parse(MODULE), 64, {16, 32, 8}, 2) == [7 * 32, 5 * 64]
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ class Positions:
 
     config = types.SimpleNamespace(hidden_size=2)
 
-    def hidden(self, params, tokens, *, attention_mask, split):
-        assert split == START
+    def hidden(self, params, tokens, *, attention_mask, split, segment_ids):
+        assert split == START and segment_ids is None
         index = jnp.arange(1.0, tokens.shape[1] + 1)
         states = jnp.stack(
             jnp.broadcast_arrays(index, params["one"] * jnp.ones(tokens.shape[1])), -1
