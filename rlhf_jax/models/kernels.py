@@ -126,7 +126,8 @@ def _blocks(length: int) -> Any:
     while length % size:
         size //= 2
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    return library.BlockSizes(**{f"block_{name}": size for name in names})
+    sizes: dict[str, Any] = {f"block_{name}": size for name in names}
+    return library.BlockSizes(**sizes)
 
 
 def _splash(q: Array, k: Array, v: Array, ids: Array) -> Array:
@@ -156,9 +157,9 @@ def _run(q: Array, k: Array, v: Array, ids: Array, *, interpret: bool) -> Array:
     grouped = q.transpose(0, 2, 1, 3).reshape(batch, -1, shared, length, width) * width**-0.5
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
-    def row(q: Array, k: Array, v: Array, ids: Array) -> Array:
+    def row(q: Array, k: Array, v: Array, ids: Array) -> Any:
         both = library.SegmentIds(q=ids, kv=ids)
         return jax.vmap(lambda q, k, v: kernel(q, k, v, segment_ids=both))(q, k, v)
 
-    out = jax.vmap(row)(grouped.astype(q.dtype), keys, values, ids)
+    out: Any = jax.vmap(row)(grouped.astype(q.dtype), keys, values, ids)
     return out.reshape(batch, count, length, width).transpose(0, 2, 1, 3).astype(q.dtype)
