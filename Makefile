@@ -56,6 +56,10 @@ FORCE:
 test: setup-dev
 	$(PY) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
+# Without what takes more than a few seconds each: for a second version of Python and JAX.
+test-core: setup-dev
+	$(PY) -m pytest -m "not slow and not long" -n $(WORKERS) --dist loadfile $(ARGS)
+
 test-all: setup-dev
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 

@@ -2,7 +2,7 @@
 
     python -m experiments.bench.update                       # all of it
     python -m experiments.bench.update speed --torch-python PY --tunix-python PY
-    python -m experiments.bench.update memory remat
+    python -m experiments.bench.update memory remat packing
 
 - ``speed``: CPU-seconds of an update on the shared workload, this library and the peers in turn,
   each in a process of its own, and the peak of that process's memory. PyTorch's script times the
@@ -10,11 +10,13 @@
 - ``memory``: temporaries of a whole step with a large vocabulary, by XLA's own analysis, with
   chunked log-probs and with all the logits at once.
 - ``remat``: temporaries and time of a step by what the backward pass recomputes.
+- ``packing``: time of the same update with a completion a row, and with packed rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import resource
@@ -26,14 +28,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import rlhf_jax as rl
-from experiments.bench import timing
+from experiments.bench import batching, timing
 from experiments.bench.peers import FOLDER, Peer, Workload, run_json, workload
 from experiments.bench.tables import Table, run_sections
 
-SECTIONS = ("speed", "memory", "remat")
+SECTIONS = ("speed", "memory", "remat", "packing")
 MIB = 2**20
 
 
@@ -57,11 +60,12 @@ def grpo_loss_fn(*, kl_coef: float, clip: float) -> Any:
     return loss_fn
 
 
-def grpo_step(policy: Any, work: Workload) -> tuple[Any, Any]:
+def grpo_step(policy: Any, work: Workload, micro_batches: int = 1) -> tuple[Any, Any]:
     """A GRPO train step as the peers do it, and its optimizer."""
     optimizer = optax.adamw(work.learning_rate)
     loss_fn = grpo_loss_fn(kl_coef=work.kl_coef, clip=work.clip)
-    return rl.make_train_step(policy, loss_fn, optimizer), optimizer
+    step = rl.make_train_step(policy, loss_fn, optimizer, micro_batches=micro_batches)
+    return step, optimizer
 
 
 def batch_of(rollout: rl.Rollout, old: jax.Array, ref: jax.Array) -> rl.Batch:
@@ -265,6 +269,77 @@ def remat(
     return Table(header, rows, note)
 
 
+def ragged(work: Workload, rows: int, sizes: np.ndarray) -> rl.Batch:
+    """Random rows: the workload's prompts, then as many completion tokens as `sizes` says."""
+    prompt = work.tokens.shape[1]
+    rng = np.random.default_rng(3)
+    columns = np.arange(prompt + int(sizes.max()))
+    real = columns < prompt + sizes[:, None]
+    tokens = rng.integers(3, work.model.config.vocab_size, real.shape)
+    mask = jnp.asarray(real & (columns >= prompt))
+    zeros = jnp.zeros(real.shape)
+    return rl.Batch(
+        tokens=jnp.asarray(np.where(real, tokens, 0), jnp.int32),
+        mask=mask,
+        attention_mask=jnp.asarray(real),
+        group_ids=jnp.arange(rows) // work.group,
+        advantages=jax.random.normal(jax.random.key(7), (rows,)),
+        old_log_probs=zeros,
+        sampler_log_probs=zeros,
+        ref_log_probs=zeros,
+        denominator=jnp.broadcast_to(rl.masked.denominator(mask, "token_mean"), (rows,)),
+        start=prompt,
+    )
+
+
+def packing(work: Workload, repeats: int, rows: int = 64, micro: int = 4) -> Table:
+    """One update of `rows` completions of log-normal lengths, `micro` rows at a time."""
+    sizes = batching.lengths(rows)
+    plain = ragged(work, rows, sizes)
+    policy = rl.policy.from_decoder(work.model, with_entropy=False)
+    score = jax.jit(lambda params, part: policy(params, part).log_probs)
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + micro], plain) for i in range(0, rows, micro)]
+    old = jnp.concatenate([score(work.params, part) for part in parts])
+    plain = dataclasses.replace(plain, old_log_probs=old, ref_log_probs=old)
+    width = plain.tokens.shape[1]
+
+    def packed() -> rl.Batch:
+        plan = rl.packing.plan(plain.attention_mask, width, multiple=micro)
+        return rl.packing.pack(plain, plan)
+
+    runs: dict[str, Callable[[], Any]] = {}
+    norms, shapes = {}, {}
+    for name, make in (("a completion a row", lambda: plain), ("packed", packed)):
+        count = make().tokens.shape[0]
+        step, optimizer = grpo_step(policy, work, count // micro)
+        state = [rl.init_train_state(work.params, optimizer)]
+
+        def run(step: Any = step, state: list[Any] = state, make: Any = make) -> Any:
+            state[0], found = step(state[0], make())
+            return found["optim/grad_norm"]
+
+        norms[name], shapes[name] = float(run().value()), count
+        runs[name] = run
+    found = timing.medians(runs, repeats)
+    first = found["a completion a row"]
+    real = int(np.asarray(plain.attention_mask).sum())
+    lines = [
+        (
+            *(name, f"{shapes[name]} × {width}", f"{real / (shapes[name] * width):.2f}"),
+            *(f"{found[name].cpu:.2f}", f"{found[name].wall:.2f}"),
+            *(f"{first.cpu / found[name].cpu:.2f}", f"{norms[name]:.6f}"),
+        )
+        for name in runs
+    ]
+    header = ("rows", "shape", "real tokens", "CPU-seconds", "seconds", "gain (CPU)")
+    note = (
+        f"{rows} completions, lengths log-normal of mean {sizes.mean():.0f} and at most "
+        f"{sizes.max()}, {micro} rows a micro-batch; planning and packing are in the time. The "
+        "gradient norm is that of the first update."
+    )
+    return Table((*header, "gradient norm"), lines, note)
+
+
 def sections(args: argparse.Namespace) -> dict[str, Callable[[], Table]]:
     """Title → what measures it and gives its table."""
     file = args.peers / "workload.json"
@@ -296,6 +371,7 @@ def sections(args: argparse.Namespace) -> dict[str, Callable[[], Table]]:
         "speed": lambda: speed(peers, lambda: run_json("this library", *mine), args.rounds),
         "memory": lambda: memory(workload(file)),
         "remat": lambda: remat(workload(file), args.repeats, args.remat),
+        "packing": lambda: packing(workload(file), args.repeats),
     }
 
 

@@ -78,6 +78,14 @@ def test_remat_saves_memory(work):
     assert float(cells(table, 5)[2]) < 0.7
 
 
+@pytest.mark.slow
+def test_packed_rows_make_the_same_update_of_fewer_tokens(work):
+    table = update.packing(work, 1, rows=8, micro=2)
+    plain, packed = cells(table, 4), cells(table, 5)
+    assert float(packed[2]) > float(plain[2])
+    assert float(packed[-1]) == pytest.approx(float(plain[-1]), rel=1e-5)
+
+
 def test_logits_are_told_from_weights():
     assert tpu_train.vocabulary_arrays(parse(MODULE), 64, {16, 32, 8}, 2) == [7 * 32, 5 * 64]
 
