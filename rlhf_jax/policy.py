@@ -39,7 +39,8 @@ def from_decoder(
       with_entropy: also compute the entropy (costs one more reduction over the vocabulary).
       trunk_stacks: start from ``batch.trunk``, the output of that many frozen stacks; 0 starts
         from the tokens.
-      **head_options: handed to :func:`rlhf_jax.logprobs.policy_log_probs`, e.g. ``chunk_size``.
+      **head_options: handed to :func:`rlhf_jax.logprobs.policy_log_probs`, e.g. ``chunk_size``
+        (tokens of one device, if the model has a ``placement``).
 
     Returns:
       A :data:`PolicyFn`. The head is computed from column ``batch.start`` on only. In packed rows
@@ -61,21 +62,30 @@ def from_decoder(
             else dict(tokens=batch.tokens)
         )
         segment_ids = getattr(batch, "segment_ids", None)
-        out = logprobs.policy_log_probs(
-            model.hidden(
-                params,
-                **start,
-                attention_mask=batch.attention_mask,
-                segment_ids=segment_ids,
-                split=batch.start,
-            ),
-            model.head(params),
-            batch.tokens,
-            start=batch.start,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            **head_options,
+        hidden = model.hidden(
+            params,
+            **start,
+            attention_mask=batch.attention_mask,
+            segment_ids=segment_ids,
+            split=batch.start,
         )
+        matrix, layout = model.head(params)
+
+        def head(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, tau: Any) -> Any:
+            return logprobs.policy_log_probs(
+                hidden,
+                (matrix, layout),
+                tokens,
+                start=batch.start,
+                temperature=tau,
+                with_entropy=with_entropy,
+                **head_options,
+            )
+
+        placement = getattr(model, "placement", None)
+        if placement is not None:
+            head = _on_own_rows(head, placement)
+        out = head(hidden, matrix, batch.tokens, temperature)
         if segment_ids is not None:
             # What stands before a segment's first token is another sequence.
             within = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -83,6 +93,32 @@ def from_decoder(
         return PolicyOutput(log_probs=out.log_probs, entropy=out.entropy)
 
     return policy
+
+
+def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Callable[..., Any]:
+    """Every device takes its own rows and the whole width of the head.
+
+    Left to the compiler, a head whose width is split is gathered anew for every block of tokens,
+    and so is the sum of its gradient over devices. Here both happen once.
+    """
+    rows = placement.spec[0] if placement.spec else None
+    names = rows if isinstance(rows, tuple) else (rows,) if rows else ()
+    if not names:
+        return head
+
+    def run(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: Any) -> Any:
+        tau = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (tokens.shape[0], 1))
+        by_rows, whole = jax.P(rows), jax.P()
+        return jax.shard_map(
+            head,
+            mesh=placement.mesh,
+            in_specs=(by_rows, whole, by_rows, by_rows),
+            out_specs=by_rows,
+            axis_names=set(names),
+            check_vma=False,
+        )(hidden, matrix, tokens, tau)
+
+    return run
 
 
 def trunk(model: Any, params: Params, batch: Batch | Rollout, stacks: int) -> jax.Array:

@@ -12,11 +12,18 @@ Knows axis names and shapes; no model, no loss.
 
 from sharding.layouts import LAYOUTS, Layout, get_layout
 from sharding.mesh import describe, make_mesh
-from sharding.rules import check_rows, row_sharding, spec_for, tree_shardings
+from sharding.rules import (
+    activation_sharding,
+    check_rows,
+    row_sharding,
+    spec_for,
+    tree_shardings,
+)
 
 __all__ = [
     "LAYOUTS",
     "Layout",
+    "activation_sharding",
     "check_rows",
     "describe",
     "get_layout",

@@ -9,7 +9,7 @@ import jax
 
 from sharding.layouts import Layout
 
-__all__ = ["check_rows", "row_sharding", "spec_for", "tree_shardings"]
+__all__ = ["activation_sharding", "check_rows", "row_sharding", "spec_for", "tree_shardings"]
 
 
 def spec_for(
@@ -101,6 +101,28 @@ def row_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
       A ``NamedSharding`` that fits every rank ≥ 1.
     """
     return jax.NamedSharding(mesh, jax.P(layout.rows or None))
+
+
+def activation_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """The sharding of activations ``[rows, tokens, heads, width]``, for ``Decoder(placement=…)``.
+
+    Args:
+      layout: names the mesh axes that split rows, and the one that splits heads.
+      mesh: where to.
+
+    Returns:
+      A ``NamedSharding``; heads are split where the layout splits those of queries and of keys.
+
+    >>> import jax, sharding
+    >>> layout = sharding.get_layout("fsdp_tensor")
+    >>> mesh = sharding.make_mesh(layout.with_sizes(tensor=1), jax.devices()[:1])
+    >>> activation_sharding(layout, mesh).spec
+    PartitionSpec('fsdp', None, 'tensor')
+    """
+    heads = layout.rules.get("heads")
+    if layout.rules.get("kv_heads") != heads:
+        heads = None
+    return jax.NamedSharding(mesh, jax.P(layout.rows or None, None, heads))
 
 
 def check_rows(rows: int, layout: Layout, mesh: jax.sharding.Mesh, *, name: str = "rows") -> None:

@@ -81,8 +81,8 @@ def batch_of(aggregation, seed=0):
 
 
 @functools.cache
-def policy():
-    return rl.policy.from_decoder(MODEL, chunk_size=16)
+def policy(placement=None):
+    return rl.policy.from_decoder(dataclasses.replace(MODEL, placement=placement), chunk_size=16)
 
 
 @functools.cache
@@ -108,15 +108,17 @@ def loss_of(aggregation):
 @functools.cache
 def setup(aggregation, layout, micro_batches):
     """The step, and where parameters and rows lie; one for every batch of one shape."""
-    places, rows, state_places = None, None, None
+    places, rows, state_places, placement = None, None, None, None
     if layout:
         layout = sharding.get_layout(layout)
         mesh = sharding.make_mesh(layout)
         places = sharding.tree_shardings(MODEL.logical_axes(), start(), layout, mesh)
         rows = sharding.row_sharding(layout, mesh)
+        if "fsdp" in mesh.shape:  # the others leave the activations to the compiler
+            placement = sharding.activation_sharding(layout, mesh)
         state_places = rl.train_step.state_shardings(start(), OPTIMIZER, places)
     step = rl.make_train_step(
-        policy(),
+        policy(placement),
         loss_of(aggregation),
         OPTIMIZER,
         micro_batches=micro_batches,

@@ -42,7 +42,7 @@ class Sizes:
     length: int = 4096
     prompt: int = 1024
     micro_batches: int = 1
-    chunk: int = 512  # tokens of one chip whose logits exist at once
+    chunk: int = 256  # tokens of one chip whose logits exist at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,18 @@ def place(
     devices: Sequence[Any],
     sizes: Sizes,
     remat: str = "full",
+    attention: str = "xla",
 ) -> Placed:
     """Shapes with shardings of a state and a batch."""
     mesh = sharding.make_mesh(layout, devices)
     layout = tpu_decode.fitted(layout, config, mesh)
-    model = rl.models.Decoder(config, dtype=jnp.bfloat16, remat=remat)
+    model = rl.models.Decoder(
+        config,
+        dtype=jnp.bfloat16,
+        remat=remat,
+        attention=attention,
+        placement=sharding.activation_sharding(layout, mesh),
+    )
     shapes = model.shapes()
     where = sharding.tree_shardings(model.logical_axes(), shapes, layout, mesh)
     optimizer = optax.adamw(1e-6)
@@ -98,14 +105,14 @@ def place(
 
 def compile_step(placed: Placed) -> Any:
     """The step, compiled for the placed shapes."""
-    sizes, layout = placed.sizes, placed.layout
-    spread = math.prod(placed.mesh.shape[axis] for axis in layout.rows)
-    policy = rl.policy.from_decoder(placed.model, chunk_size=sizes.chunk * spread)
+    sizes = placed.sizes
+    policy = rl.policy.from_decoder(placed.model, chunk_size=sizes.chunk)
     step = rl.make_train_step(
         policy,
         update.grpo_loss_fn(kl_coef=0.04, clip=0.2),
         placed.optimizer,
         micro_batches=sizes.micro_batches,
+        compute_dtype="bfloat16",
         shardings=placed.shardings,
     )
     return step.lower(placed.state, placed.batch).compile()  # type: ignore[attr-defined]
@@ -149,7 +156,7 @@ def measure(placed: Placed) -> dict[str, Any]:
     rows = sizes.rows // sizes.micro_batches // spread
     width = config.hidden_size
     # Whole, split, or the two bfloat16 halves of a float32 matrix side by side.
-    widths = {factor * width // parts for factor in (1, 2) for parts in (1, spread)}
+    widths = {factor * width // parts for factor in (1, 2) for parts in (1, spread, tensor)}
     pieces = vocabulary_arrays(module, config.vocab_size, widths, tensor)
     return {
         "layout": placed.layout.name,
@@ -200,6 +207,7 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, help="size of the tensor axis")
     parser.add_argument("--topology", default="v5e:4x8")
     parser.add_argument("--remat", default="full")
+    parser.add_argument("--attention", default="splash", choices=("xla", "splash"))
     parser.add_argument("--json", type=Path, help="also write the figures here")
     for field in dataclasses.fields(Sizes):
         flag = f"--{field.name.replace('_', '-')}"
@@ -209,8 +217,10 @@ def main() -> None:
     layout = tpu_decode.LAYOUTS[args.layout]
     layout = layout if args.tensor is None else layout.with_sizes(tensor=args.tensor)
     devices = tpu_decode.topology(args.topology)
-    found = measure(place(tpu_decode.MODELS[args.model], layout, devices, sizes, args.remat))
-    print(f"jax {jax.__version__}: {args.model} on {args.topology}, bf16 compute, {sizes}\n")
+    config = tpu_decode.MODELS[args.model]
+    found = measure(place(config, layout, devices, sizes, args.remat, args.attention))
+    how = f"bf16 compute, attention {args.attention}, remat {args.remat}, {sizes}"
+    print(f"jax {jax.__version__}: {args.model} on {args.topology}, {how}\n")
     print(report(found), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

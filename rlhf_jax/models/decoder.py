@@ -73,11 +73,16 @@ class Decoder:
 
       attention: how :meth:`hidden` attends: ``"xla"``, or by a fused kernel that holds no scores,
         ``"splash"`` (TPU), ``"cudnn"`` (GPU) or ``"auto"``; see :mod:`rlhf_jax.models.kernels`.
-      attention_axes: mesh axes that split the rows, and the one that splits the heads, for
-        ``"splash"`` on several devices, e.g. ``(("fsdp",), "tensor")``.
+      placement: ``NamedSharding`` of the learner's activations ``[rows, tokens, heads, width]``,
+        e.g. ``NamedSharding(mesh, P("fsdp", None, "tensor"))``; rows and heads may be split. With
+        it every layer's input lies by its rows, so that devices gather weights and not each other's
+        activations, a kernel runs on each device's part, and the log-probs of a device's rows
+        gather the head once. None leaves it all to the compiler: right for one device, and for
+        layouts that do not split the weights' embedding axis.
 
     Raises:
-      ValueError: stacks that do not sum to the layers, an unknown remat, cache dtype or kernel.
+      ValueError: stacks that do not sum to the layers, an unknown remat, cache dtype or kernel, or
+        a placement that splits tokens or width.
 
     >>> import jax, jax.numpy as jnp, rlhf_jax as rl
     >>> config = rl.models.DecoderConfig(
@@ -96,7 +101,7 @@ class Decoder:
     remat: str = "none"
     kv_dtype: Any = None
     attention: str = "xla"
-    attention_axes: kernels.Axes = ((), None)
+    placement: Any = None
 
     REMAT: ClassVar[tuple[str, ...]] = REMAT
 
@@ -107,6 +112,8 @@ class Decoder:
         if self.remat not in REMAT:
             raise ValueError(f"remat: got {self.remat!r}; choose one of {REMAT}")
         kernels.check(self.attention, self.dtype, self.config.windows is not None)
+        if self.placement is not None:
+            kernels.check_placement(self.placement)
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", np.dtype(self.kv_dtype))
             if self.kv_dtype.name not in _KV_DTYPES:
@@ -240,12 +247,13 @@ class Decoder:
 
             def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, None]:
                 if kernel == "splash":
-                    return kernels.splash(q, k, v, ids, self.attention_axes), None
+                    return kernels.splash(q, k, v, ids, self.placement), None
                 if kernel == "cudnn":
                     return kernels.cudnn(q, k, v, mask), None
                 return masked_attention(q, k, v, within(mask, places, window), split), None
 
-            x, _ = self._run(params["layers"], x, where, attend, slice(from_stack, to_stack))
+            part = slice(from_stack, to_stack)
+            x, _ = self._run(params["layers"], x, where, attend, part, self._by_rows)
             return self._final_norm(params, x) if to_stack == len(params["layers"]) else x
 
         given = (attention_mask, positions, segment_ids)
@@ -384,6 +392,13 @@ class Decoder:
 
     # parts
 
+    def _by_rows(self, x: Array) -> Array:
+        """The residual stream ``[B, T, D]`` where ``placement`` puts its rows."""
+        if self.placement is None:
+            return x
+        where = jax.NamedSharding(self.placement.mesh, jax.P(*self.placement.spec[:1]))
+        return jax.lax.with_sharding_constraint(x, where)
+
     def _embed(self, params: Params, tokens: Array) -> Array:
         return jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip").astype(self.dtype)
 
@@ -394,14 +409,19 @@ class Decoder:
         positions: Array,
         attend: Callable[..., tuple[Array, Any]],
         part: slice = slice(None),
+        settle: Callable[[Array], Array] = lambda x: x,
     ) -> tuple[Array, list[Any]]:
-        """Scan the stacks in `part`; also what `attend` kept, one stacked tree per stack."""
+        """Scan the stacks in `part`; also what `attend` kept, one stacked tree per stack.
+
+        `settle` is applied to the residual stream wherever it enters or leaves a layer.
+        """
         angles = rotary_angles(self.config, positions)
 
         def body(looped: bool, x: Array, xs: Any) -> tuple[Array, Any]:
             layer_params, window = xs
             inner = attention(functools.partial(attend, window), self.remat, looped=looped)
-            return layer_of(self.config, layer_params)(input_tagged(x), angles, inner)
+            x, own = layer_of(self.config, layer_params)(input_tagged(settle(x)), angles, inner)
+            return settle(x), own
 
         kept = []
         for xs in list(zip(stacks, per_layer(self.config.windows, stacks), strict=True))[part]:

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-Axes = tuple[tuple[str, ...], str | None]
 
 ATTENTION = ("xla", "cudnn", "splash", "auto")
 _LANES, _LONGEST_BLOCK = 128, 512
@@ -34,7 +33,7 @@ def choose(model: Any) -> str:
     backend, windowed = jax.default_backend(), model.config.windows is not None
     if backend == "gpu" and model.dtype == jnp.bfloat16 and not windowed:
         return "cudnn"
-    placed = jax.device_count() == 1 or model.attention_axes != ((), None)
+    placed = jax.device_count() == 1 or model.placement is not None
     return "splash" if backend == "tpu" and placed and not windowed else "xla"
 
 
@@ -54,6 +53,25 @@ def check(attention: str, dtype: Any, windowed: bool) -> None:
         raise ValueError(
             f"attention: 'cudnn' computes in bfloat16, the model in {jnp.dtype(dtype).name}; "
             "give dtype='bfloat16', or attention='xla'"
+        )
+
+
+def check_placement(placement: Any) -> None:
+    """Refuse what is no sharding of ``[rows, tokens, heads, width]`` by rows and heads.
+
+    Raises:
+      ValueError: no ``NamedSharding``, or one that splits tokens or width.
+    """
+    spec = getattr(placement, "spec", None)
+    if not isinstance(placement, jax.NamedSharding) or spec is None:
+        raise ValueError(
+            f"placement: got {placement!r}; give a NamedSharding of [rows, tokens, heads, width], "
+            'e.g. NamedSharding(mesh, P("fsdp", None, "tensor"))'
+        )
+    if len(spec) > 4 or any(axis is not None for axis in (*spec[1:2], *spec[3:])):
+        raise ValueError(
+            f"placement: {spec} splits tokens or width; only the first axis (rows) and the third "
+            "(heads) of [rows, tokens, heads, width] can be split"
         )
 
 
@@ -78,39 +96,31 @@ def cudnn(q: Array, k: Array, v: Array, mask: Array) -> Array:
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
 
 
-def splash(q: Array, k: Array, v: Array, ids: Array, axes: Axes = ((), None)) -> Array:
+def splash(q: Array, k: Array, v: Array, ids: Array, placement: Any = None) -> Array:
     """Causal attention within segments, by JAX's Pallas kernel for TPUs.
 
     Args:
       q: ``[B, T, N, H]``.
       k, v: ``[B, T, K, H]``.
       ids: int32 ``[B, T]``, from :func:`segments`.
-      axes: mesh axes that split the rows, and the one that splits the heads (of queries and of
-        keys); the mesh is the one of ``jax.set_mesh``.
+      placement: ``NamedSharding`` of the axes ``[B, T, heads, H]``, with B and heads split at most;
+        every device then runs the kernel on its own rows and heads. None for one device.
 
     Returns:
       ``[B, T, N, H]`` in the dtype of q.
-
-    Raises:
-      ValueError: mesh axes without a mesh.
     """
     length = q.shape[1]
     missing = -length % _LANES
     if missing:  # a segment of their own: nobody reads them
         q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
         ids = jnp.pad(ids, ((0, 0), (0, missing)))
-    rows, heads = axes
     run: Callable[..., Array] = _splash
-    if rows or heads:
-        if jax.sharding.get_abstract_mesh().empty:
-            raise ValueError(
-                f"attention: 'splash' over the mesh axes {(*rows, heads)} needs their mesh; "
-                "call the step inside `with jax.set_mesh(mesh):`"
-            )
-        wide = jax.P(rows or None, None, heads, None)
+    if placement is not None:
+        wide, rows = placement.spec, jax.P(*placement.spec[:1])
         run = jax.shard_map(
             run,
-            in_specs=(wide, wide, wide, jax.P(rows or None, None)),
+            mesh=placement.mesh,
+            in_specs=(wide, wide, wide, rows),
             out_specs=wide,
             check_vma=False,
         )

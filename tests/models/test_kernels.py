@@ -57,10 +57,10 @@ def plain(segment_ids=None):
     return function
 
 
-def fused(segment_ids=None, axes=((), None)):
+def fused(segment_ids=None, placement=None):
     def function(q, k, v):
         ids = kernels.segments(real(q.shape[0]), segment_ids, q.shape[:2])
-        return kernels.splash(q, k, v, ids, axes)
+        return kernels.splash(q, k, v, ids, placement)
 
     return function
 
@@ -84,16 +84,13 @@ def test_splash_over_a_mesh():
     arrays = inputs(rows=4)
     spread = jax.NamedSharding(mesh, jax.P("fsdp", None, "tensor", None))
     placed = [jax.device_put(x, spread) for x in arrays]
-    with jax.set_mesh(mesh):
-        found = jax.jit(lambda *a: both(fused(axes=(("fsdp",), "tensor")), *a))(*placed)
+    found = jax.jit(lambda *a: both(fused(placement=spread), *a))(*placed)
     assert found[0].sharding.spec == spread.spec
     close(found, jax.jit(lambda *a: both(plain(), *a))(*arrays))
 
 
-def test_a_mesh_that_is_not_set_is_an_error():
-    q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match=r"attention: 'splash' over .* jax\.set_mesh"):
-        fused(axes=(("fsdp",), None))(q, k, v)
+def one_device(*axes):
+    return jax.NamedSharding(jax.make_mesh((1,), ("fsdp",)), jax.P(*axes))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +121,9 @@ def test_auto_is_the_plain_one_on_a_cpu():
     [
         ("gpu", dict(dtype="bfloat16"), (), "cudnn"),
         ("gpu", {}, (), "xla"),
-        ("tpu", dict(attention_axes=(("fsdp",), None)), (), "splash"),
+        ("tpu", dict(placement=one_device("fsdp")), (), "splash"),
         ("tpu", {}, (), "xla"),  # on several devices it has to be told their axes
-        ("tpu", dict(attention_axes=(("fsdp",), None)), (8, 8), "xla"),
+        ("tpu", dict(placement=one_device("fsdp")), (8, 8), "xla"),
     ],
 )
 def test_auto_takes_what_the_backend_has(monkeypatch, backend, options, windows, chosen):
@@ -170,11 +167,10 @@ def test_splash_compiles_for_a_tpu_without_holding_the_scores():
     ids = jnp.ones((4, length), jnp.int32)
 
     def total(q, k, v):
-        out = kernels.splash(q, k, v, ids, (("fsdp",), "tensor"))
+        out = kernels.splash(q, k, v, ids, spread)
         return jnp.sum(out.astype(jnp.float32))
 
-    with jax.set_mesh(mesh):
-        program = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes).compile()
+    program = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes).compile()
     assert "tpu_custom_call" in program.as_text()
     scores = 4 * (4 // mesh.shape["fsdp"]) * (8 // mesh.shape["tensor"]) * length**2
     assert program.memory_analysis().temp_size_in_bytes < scores / 2

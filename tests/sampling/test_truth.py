@@ -13,8 +13,8 @@ from experiments.bench import parity, sampler_gap
 from experiments.bench.sampler_gap import EXACT, GROUP, ONE_TO_ONE, SMOLLM2, Case
 
 BAR = 2e-5
-# Of logits divided by τ = .7. Their roundings grow as 1/τ, and how a product is summed depends on the
-# CPU: the largest seen is 1.1e-5 on one and 2.5e-5, a single token of 8192, on another (AVX-512).
+# Of logits divided by τ = .7. Their roundings grow as 1/τ, and how a product is summed depends on
+# the CPU: the largest seen is 1.1e-5 on one and 2.5e-5, one token of 8192, on another (AVX-512).
 TEMPERED_BAR = 4e-5
 ROWS, TOKENS = 64, 128
 QUICK = "llama_tied"  # four query heads to its one key head; a family costs 15 s of compilation

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -32,6 +34,27 @@ def test_a_tree_is_laid_out_by_its_logical_axes():
     assert found["frozen"] is None
     placed = jax.device_put(tree, found)
     assert placed["w"].addressable_shards[0].data.shape == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("dp", jax.P("data", None, None)),
+        ("tensor", jax.P(None, None, "tensor")),
+        ("fsdp_tensor", jax.P("fsdp", None, "tensor")),
+    ],
+)
+def test_activations_lie_by_rows_and_heads(name, spec):
+    layout, mesh = _mesh(name)
+    where = sharding.activation_sharding(layout, mesh)
+    assert where.is_equivalent_to(jax.NamedSharding(mesh, spec), 4)
+
+
+def test_heads_stay_whole_where_key_heads_do():
+    layout, mesh = _mesh("fsdp_tensor")
+    rules = {axis: to for axis, to in layout.rules.items() if axis != "kv_heads"}
+    where = sharding.activation_sharding(dataclasses.replace(layout, rules=rules), mesh)
+    assert where.is_equivalent_to(jax.NamedSharding(mesh, jax.P("fsdp")), 4)
 
 
 @pytest.mark.fault(54)

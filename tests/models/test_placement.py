@@ -1,0 +1,120 @@
+"""Where activations lie: under fsdp devices send each other weights, not their rows."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import rlhf_jax as rl
+import sharding
+from experiments.bench import hlo, update
+
+ROWS, LENGTH, START, BLOCKS = 16, 52, 12, 5
+MODEL = rl.models.Decoder(
+    rl.models.DecoderConfig(
+        vocab_size=80,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+    ),
+    remat="full",
+)
+
+
+def collectives(layout, place):
+    """What one train step exchanges."""
+    mesh = sharding.make_mesh(layout)
+    shapes = MODEL.shapes()
+    where = sharding.tree_shardings(MODEL.logical_axes(), shapes, layout, mesh)
+    optimizer = optax.adam(1e-3)
+    states = rl.train_step.state_shardings(shapes, optimizer, where)
+    state = jax.eval_shape(lambda p: rl.init_train_state(p, optimizer), shapes)
+    rows = sharding.row_sharding(layout, mesh)
+    batch = update.step_shapes(MODEL, ROWS, LENGTH, START)
+    placement = sharding.activation_sharding(layout, mesh) if place else None
+    each = ROWS // mesh.shape["fsdp"] if place else ROWS
+    step = rl.make_train_step(
+        rl.policy.from_decoder(
+            dataclasses.replace(MODEL, placement=placement),
+            chunk_size=each * (LENGTH - START) // BLOCKS,
+        ),
+        update.grpo_loss_fn(kl_coef=0.1, clip=0.2),
+        optimizer,
+        shardings=states,
+    )
+
+    def put(x, at):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+
+    placed = jax.tree.map(put, state, states), jax.tree.map(lambda x: put(x, rows), batch)
+    module = hlo.parse(step.lower(*placed).compile().as_text())
+    return hlo.transfers(module, module.entry)
+
+
+def carried(found, sizes):
+    """Those with an axis of one of these sizes."""
+    return [one for one in found if sizes & set(map(int, re.findall(r"\d+", one.shape[3:])))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_tensor"])
+def test_rows_stay_on_their_devices(name):
+    layout = sharding.get_layout(name)
+    floats = [one for one in collectives(layout, place=True) if one.shape.startswith("f32")]
+    gathered = [one for one in floats if one.kind in ("all-gather", "all-to-all")]
+    # the lookup of the tokens' embeddings is the one thing that both rows and width are split for
+    activations = [one for one in carried(gathered, {LENGTH, LENGTH - START}) if one.times > 1]
+    assert activations == []
+    parts = 1 if name == "fsdp" else 2
+    head = carried(floats, {80 // parts})
+    assert head and all(one.times == 1 for one in head), "once, not in every block of tokens"
+
+
+@pytest.mark.slow
+def test_the_compiler_alone_moves_rows():
+    """Or the test above would see nothing."""
+    found = collectives(sharding.get_layout("fsdp_tensor"), place=False)
+    assert [one for one in carried(found, {LENGTH}) if one.times > 1]
+
+
+def one_device(*axes):
+    return jax.NamedSharding(jax.make_mesh((1,), ("fsdp",)), jax.P(*axes))
+
+
+@pytest.mark.parametrize("axes", [(None, "fsdp"), (None, None, None, "fsdp"), (None,) * 5])
+def test_a_placement_that_splits_tokens_or_width_is_refused(axes):
+    with pytest.raises(ValueError, match=r"placement: .* splits tokens or width"):
+        dataclasses.replace(MODEL, placement=one_device(*axes))
+
+
+def test_a_placement_is_a_sharding():
+    with pytest.raises(ValueError, match=r"placement: got .*fsdp.*; give a NamedSharding"):
+        dataclasses.replace(MODEL, placement=jax.P("fsdp"))
+
+
+def test_a_temperature_for_each_row_goes_with_its_row():
+    layout = sharding.get_layout("fsdp")
+    mesh = sharding.make_mesh(layout)
+    params = MODEL.init(jax.random.key(0))
+    full = (8, LENGTH)
+    batch = dataclasses.replace(
+        jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), update.step_shapes(MODEL, *full, START)),
+        tokens=jax.random.randint(jax.random.key(1), full, 0, 80),
+    )
+    tau = jnp.linspace(0.5, 2.0, 8)[:, None]
+    placed = dataclasses.replace(MODEL, placement=sharding.activation_sharding(layout, mesh))
+    found, expected = (
+        jax.jit(rl.policy.from_decoder(model, temperature=tau))(
+            params, jax.device_put(batch, rows) if rows else batch
+        )
+        for model, rows in ((placed, sharding.row_sharding(layout, mesh)), (MODEL, None))
+    )
+    assert jnp.abs(found.log_probs - expected.log_probs).max() < 1e-5
+    assert jnp.abs(found.entropy - expected.entropy).max() < 1e-5
+    assert math.isclose(float(found.log_probs[:, :START].sum()), 0.0)
