@@ -8,6 +8,7 @@ Knows axis names and shapes; no model, no loss.
     mesh = make_mesh(layout)
     shardings = tree_shardings(model.logical_axes(), params, layout, mesh)
     params = jax.device_put(params, shardings)
+    model = dataclasses.replace(model, placement=activation_sharding(layout, mesh))
 """
 
 from sharding.layouts import LAYOUTS, Layout, get_layout
