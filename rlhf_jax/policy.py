@@ -108,9 +108,13 @@ def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Call
 
     def run(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: Any) -> Any:
         tau = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (tokens.shape[0], 1))
-        by_rows, whole = jax.P(rows), jax.P()
+        by_rows, whole, dtype = jax.P(rows), jax.P(), matrix.dtype
+        # XLA's CPU compiler aborts on a bfloat16 sum over devices whose other axes are the
+        # compiler's ("Invalid binary instruction opcode copy"): there the gradient crosses wide.
+        if placement.mesh.devices.flat[0].platform == "cpu":
+            matrix = matrix.astype(jnp.promote_types(dtype, jnp.float32))
         return jax.shard_map(
-            head,
+            lambda hidden, matrix, *rest: head(hidden, matrix.astype(dtype), *rest),
             mesh=placement.mesh,
             in_specs=(by_rows, whole, by_rows, by_rows),
             out_specs=by_rows,
