@@ -103,6 +103,7 @@ def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Call
     """
     rows = placement.spec[0] if placement.spec else None
     names = rows if isinstance(rows, tuple) else (rows,) if rows else ()
+    mesh: Any = placement.mesh
     if not names:
         return head
 
@@ -111,11 +112,11 @@ def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Call
         by_rows, whole, dtype = jax.P(rows), jax.P(), matrix.dtype
         # XLA's CPU compiler aborts on a bfloat16 sum over devices whose other axes are the
         # compiler's ("Invalid binary instruction opcode copy"): there the gradient crosses wide.
-        if placement.mesh.devices.flat[0].platform == "cpu":
+        if mesh.devices.flat[0].platform == "cpu":
             matrix = matrix.astype(jnp.promote_types(dtype, jnp.float32))
         return jax.shard_map(
             lambda hidden, matrix, *rest: head(hidden, matrix.astype(dtype), *rest),
-            mesh=placement.mesh,
+            mesh=mesh,
             in_specs=(by_rows, whole, by_rows, by_rows),
             out_specs=by_rows,
             axis_names=set(names),

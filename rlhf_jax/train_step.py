@@ -232,7 +232,7 @@ def _gradients(
     return total, metrics_lib.stack_reduce(stacked)
 
 
-def split_rows(batch: Batch, parts: int) -> Batch:
+def split_rows(batch: Any, parts: int) -> Any:
     """Give every array a leading micro-batch axis: ``[B, ...]`` → ``[parts, B/parts, ...]``.
 
     Micro-batch ``i`` takes rows ``i, i + parts, …``, so that rows split over devices stay on their
