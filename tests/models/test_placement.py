@@ -1,7 +1,6 @@
 """Where activations lie: under fsdp devices send each other weights, not their rows."""
 
 import dataclasses
-import math
 import re
 
 import jax
@@ -117,4 +116,4 @@ def test_a_temperature_for_each_row_goes_with_its_row():
     )
     assert jnp.abs(found.log_probs - expected.log_probs).max() < 1e-5
     assert jnp.abs(found.entropy - expected.entropy).max() < 1e-5
-    assert math.isclose(float(found.log_probs[:, :START].sum()), 0.0)
+    assert not found.log_probs[:, :START].any()
