@@ -116,8 +116,8 @@ def activation_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> jax.NamedSha
     >>> import jax, sharding
     >>> layout = sharding.get_layout("fsdp_tensor")
     >>> mesh = sharding.make_mesh(layout.with_sizes(tensor=1), jax.devices()[:1])
-    >>> activation_sharding(layout, mesh).spec
-    PartitionSpec('fsdp', None, 'tensor')
+    >>> activation_sharding(layout, mesh).spec == jax.P("fsdp", None, "tensor")
+    True
     """
     heads = layout.rules.get("heads")
     if layout.rules.get("kv_heads") != heads:
