@@ -9,6 +9,9 @@ Two backward passes exist. *Recompute*: the logits of each block are computed ag
 every gradient. *Direct*: when only ``h`` is differentiated, ``∂L/∂h = s·(W_y − Σ_v p_v·W_v)`` does
 not depend on the incoming gradient but for a factor, so the forward pass stores it ([N, D]) and
 the backward pass is a product. That saves one of three products with the head.
+
+If one block holds all tokens, its logits are kept instead of computed again: the backward pass
+needs the room for them in any case.
 """
 
 from __future__ import annotations
@@ -147,6 +150,8 @@ def _head_gradient(spec: Spec, h: jax.Array, dz: jax.Array, head: jax.Array) -> 
     terms = _terms(spec, dz, h, head)
     # One product over all terms, side by side along the tokens: its result is as large as the head.
     h, dz = (jnp.concatenate(x, -2) if len(x) > 1 else x[0] for x in ([h] * len(terms), terms))
+    if _explicit_sharding(head) is None:  # one token axis, as in models.layers.Linear
+        h, dz, axes = h.reshape(-1, h.shape[-1]), dz.reshape(-1, dz.shape[-1]), (0,)
     a, b = (dz, h) if spec.head_is_embedding else (h, dz)
     return _product(a, b, (axes, axes), _explicit_sharding(head))
 
@@ -219,7 +224,7 @@ def _finish(spec: Spec, stats: Stats):
 
 
 def _block_forward(spec: Spec, head, bias, direct: bool, block):
-    """log-probs, entropy, log-sum-exp and, if ``direct``, ∂log-prob/∂h of one block."""
+    """log-probs, entropy, log-sum-exp of one block; if ``direct`` ∂log-prob/∂h, and the logits."""
     h, labels, scale = block
     if spec.vocab_chunk is not None:
 
@@ -231,14 +236,14 @@ def _block_forward(spec: Spec, head, bias, direct: bool, block):
         zero = jnp.zeros_like(scale)
         first = Stats(zero, jnp.full_like(scale, -jnp.inf), zero, zero)
         stats = lax.fori_loop(0, _pieces(spec), step, first)
-        return *_finish(spec, stats), None
+        return *_finish(spec, stats), None, None
     z = _logits(spec, h, head, bias, scale)
     log_probs, entropy, lse = _finish(spec, _piece_stats(spec, z, labels, 0, None))
     slope = None
     if direct:
         dz = _logits_gradient(z, labels, 0, scale, lse, None, scale, None)
         slope = _times_head(spec, dz, head, h)
-    return log_probs, entropy, lse, slope
+    return log_probs, entropy, lse, slope, z if spec.count == 1 else None
 
 
 def _logits_gradient(z, labels, start, scale, lse, entropy, g, g_entropy):
@@ -251,19 +256,20 @@ def _logits_gradient(z, labels, start, scale, lse, entropy, g, g_entropy):
     return dz + jnp.where(_is_label(z, labels, start), g[..., None], 0.0)
 
 
-def _block_backward(spec: Spec, head, bias, needs, block, grads):
-    """Recomputes a block's logits; returns its dh and the accumulated (dhead, dbias)."""
+def _block_backward(spec: Spec, head, bias, needs, logits, block, grads):
+    """Recomputes a block's logits, unless given; its dh and the accumulated (dhead, dbias)."""
     h, labels, scale, lse, entropy, g, g_entropy = block
     need_h, need_head, need_bias = needs
     # A masked position (no incoming gradient) may hold NaN: keep it out of every product.
     live = g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
     h = jnp.where(live[..., None], h, 0.0)
     lse = jnp.where(live, lse, jnp.inf)
+    logits = None if logits is None else jnp.where(live[..., None], logits, 0.0)
 
     def step(index, carry):
         dh, dhead, dbias = carry
         w, b, start, own = _piece(spec, index, head, bias)
-        z = _logits(spec, h, w, b, scale)
+        z = _logits(spec, h, w, b, scale) if logits is None else logits
         dz = _logits_gradient(z, labels, start, scale, lse, entropy, g * scale, g_entropy)
         if own is not None:
             dz = jnp.where(own, dz, 0.0)
@@ -329,7 +335,7 @@ def _forward(spec: Spec, hidden, head, bias, labels, scale, direct: bool):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def head_log_probs(spec: Spec, hidden, head, bias, labels, scale):
     """log-probs and entropy (or None) of ``labels``; see :func:`rlhf_jax.logprobs.chunked`."""
-    log_probs, entropy, _, _ = _forward(spec, hidden, head, bias, labels, scale, False)
+    log_probs, entropy, *_ = _forward(spec, hidden, head, bias, labels, scale, False)
     return log_probs, entropy
 
 
@@ -340,8 +346,8 @@ def _fwd(spec: Spec, hidden, head, bias, labels, scale):
     direct = needs[1] is None and needs[2] is None and spec.vocab_chunk is None
     hidden, head, bias, labels, scale = args
     direct = direct and needs[0] is not None
-    log_probs, entropy, lse, slope = _forward(spec, hidden, head, bias, labels, scale, direct)
-    return (log_probs, entropy), (args, needs, lse, entropy, slope)
+    log_probs, entropy, lse, *kept = _forward(spec, hidden, head, bias, labels, scale, direct)
+    return (log_probs, entropy), (args, needs, lse, entropy, *kept)
 
 
 def _is_primal(x) -> bool:
@@ -353,8 +359,8 @@ def _perturbed(x) -> bool:
 
 
 def _bwd(spec: Spec, residuals, cotangents):
-    (hidden, head, bias, labels, scale), needs, lse, entropy, slope = residuals
-    need_h, need_head, need_bias = (need is not None for need in needs)
+    (hidden, head, bias, labels, scale), needs, lse, entropy, slope, logits = residuals
+    needs = need_h, need_head, need_bias = tuple(need is not None for need in needs)
     zero = lambda g: g is None or isinstance(g, jax.custom_derivatives.SymbolicZero)  # noqa: E731
     g, g_entropy = cotangents
     g_entropy = None if zero(g_entropy) else g_entropy
@@ -370,7 +376,7 @@ def _bwd(spec: Spec, residuals, cotangents):
     )
 
     def step(carry, block):
-        return _block_backward(spec, head, bias, (need_h, need_head, need_bias), block, carry)
+        return _block_backward(spec, head, bias, needs, logits, block, carry)
 
     if g_entropy is None:
         entropy = None

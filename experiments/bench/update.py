@@ -89,10 +89,10 @@ def batch_of(rollout: rl.Rollout, old: jax.Array, ref: jax.Array) -> rl.Batch:
 def own(work: Workload, repeats: int) -> dict[str, Any]:
     """One process's measurement: samples once, then updates; medians and the peak of memory.
 
-    Eight micro-batches, and blocks of 256 tokens at the head: the same update, but what it works on
+    Eight micro-batches, and blocks of 512 tokens at the head: the same update, but what it works on
     stays in a CPU's caches.
     """
-    policy = rl.policy.from_decoder(work.model, with_entropy=False, chunk_size=256)
+    policy = rl.policy.from_decoder(work.model, with_entropy=False, chunk_size=512)
     parts = math.gcd(8, work.tokens.shape[0] * work.group)
 
     @jax.jit

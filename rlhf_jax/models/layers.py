@@ -102,12 +102,14 @@ class Linear(nnx.Module):
         # As one matrix: with more axes XLA's CPU backend copies it, and may sum in another order.
         flat = weight.reshape(math.prod(out), math.prod(into))
         lead = x.shape[: -self.contracted]
-        x = x.reshape(*lead, -1)
-        y = jnp.einsum("...i,oi->...o", x, flat)
+        # All tokens on one axis: the weight's gradient then sums over that axis as it lies. Over two
+        # axes XLA's CPU backend first writes a transposed copy, fused with whatever made it.
+        x = x.reshape(-1, flat.shape[1])
+        y = jnp.einsum("ni,oi->no", x, flat)
         if self.a is not None and self.b is not None:
             a, b = self.a[...].astype(x.dtype), self.b[...].astype(x.dtype)
-            low = jnp.einsum("...i,ri->...r", x, a.reshape(a.shape[0], -1))
-            y = y + jnp.einsum("...r,or->...o", low, b.reshape(-1, b.shape[-1]))
+            low = jnp.einsum("ni,ri->nr", x, a.reshape(a.shape[0], -1))
+            y = y + jnp.einsum("nr,or->no", low, b.reshape(-1, b.shape[-1]))
         y = y.reshape(*lead, *out)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
