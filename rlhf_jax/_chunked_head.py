@@ -360,7 +360,8 @@ def _perturbed(x) -> bool:
 
 def _bwd(spec: Spec, residuals, cotangents):
     (hidden, head, bias, labels, scale), needs, lse, entropy, slope, logits = residuals
-    needs = need_h, need_head, need_bias = tuple(need is not None for need in needs)
+    needs = tuple(need is not None for need in needs)
+    _, need_head, need_bias = needs
     zero = lambda g: g is None or isinstance(g, jax.custom_derivatives.SymbolicZero)  # noqa: E731
     g, g_entropy = cotangents
     g_entropy = None if zero(g_entropy) else g_entropy

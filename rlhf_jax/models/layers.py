@@ -102,8 +102,8 @@ class Linear(nnx.Module):
         # As one matrix: with more axes XLA's CPU backend copies it, and may sum in another order.
         flat = weight.reshape(math.prod(out), math.prod(into))
         lead = x.shape[: -self.contracted]
-        # All tokens on one axis: the weight's gradient then sums over that axis as it lies. Over two
-        # axes XLA's CPU backend first writes a transposed copy, fused with whatever made it.
+        # All tokens on one axis: the weight's gradient then sums over it as it lies. For a sum over
+        # two axes XLA's CPU backend first writes a transposed copy, fused with whatever made it.
         x = x.reshape(-1, flat.shape[1])
         y = jnp.einsum("ni,oi->no", x, flat)
         if self.a is not None and self.b is not None:
