@@ -27,6 +27,7 @@ def from_decoder(
     temperature: Any = 1.0,
     with_entropy: bool = True,
     trunk_stacks: int = 0,
+    group_size: int = 1,
     **head_options: Any,
 ) -> PolicyFn:
     """Policy function of a :class:`rlhf_jax.models.Decoder`, through the chunked head.
@@ -39,6 +40,9 @@ def from_decoder(
       with_entropy: also compute the entropy (costs one more reduction over the vocabulary).
       trunk_stacks: start from ``batch.trunk``, the output of that many frozen stacks; 0 starts
         from the tokens.
+      group_size: that many neighbouring rows share a prompt, which is then computed once for all of
+        them (``model.hidden``); 1 computes it in every row. Micro-batches must hold whole groups:
+        give ``make_train_step`` the same number.
       **head_options: handed to :func:`rlhf_jax.logprobs.policy_log_probs`, e.g. ``chunk_size``
         (tokens of one device, if the model has a ``placement``).
 
@@ -68,6 +72,7 @@ def from_decoder(
             attention_mask=batch.attention_mask,
             segment_ids=segment_ids,
             split=batch.start,
+            **_shared(group_size),
         )
         matrix, layout = model.head(params)
 
@@ -126,7 +131,14 @@ def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Call
     return run
 
 
-def trunk(model: Any, params: Params, batch: Batch | Rollout, stacks: int) -> jax.Array:
+def _shared(group_size: int) -> dict[str, int]:
+    """The option of ``model.hidden``, which a model of one's own need not know."""
+    return {} if group_size == 1 else {"group_size": group_size}
+
+
+def trunk(
+    model: Any, params: Params, batch: Batch | Rollout, stacks: int, *, group_size: int = 1
+) -> jax.Array:
     """Hidden states after the first ``stacks`` stacks of layers, for ``batch.trunk``.
 
     While those stacks are frozen, the policy, the old policy and the reference share them: their
@@ -137,6 +149,7 @@ def trunk(model: Any, params: Params, batch: Batch | Rollout, stacks: int) -> ja
       params: parameters that hold at least the embedding and those stacks.
       batch: the rows.
       stacks: how many leading stacks are frozen.
+      group_size: as for :func:`from_decoder`.
 
     Returns:
       ``[B, T, D]`` in the compute dtype.
@@ -148,6 +161,7 @@ def trunk(model: Any, params: Params, batch: Batch | Rollout, stacks: int) -> ja
         segment_ids=getattr(batch, "segment_ids", None),
         to_stack=stacks,
         split=batch.start,
+        **_shared(group_size),
     )
 
 

@@ -97,6 +97,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     micro_batches: int = 1,
+    group_size: int = 1,
     max_grad_norm: float | None = 1.0,
     compute_dtype: Any = None,
     shardings: TrainState | None = None,
@@ -116,6 +117,8 @@ def make_train_step(
       optimizer: the optax transformation, without clipping (that is ``max_grad_norm``'s). Groups
         of parameters: ``optax.multi_transform`` with :func:`rlhf_jax.partition.labels`.
       micro_batches: how many parts the rows are split into; must divide them.
+      group_size: that many neighbouring rows go into one micro-batch, for a ``policy_fn`` that
+        computes their prompt once.
       max_grad_norm: clip the global gradient norm to this; None turns clipping off.
       compute_dtype: e.g. ``"bfloat16"``: ``policy_fn`` gets all wider floating parameters, trained
         and frozen, in this dtype. They are cast once a step, where they lie, so that devices send
@@ -146,7 +149,7 @@ def make_train_step(
             return loss, {**found, "policy/loss": metrics_lib.sum_(loss)}
 
         params = _narrowed(state.params, dtype)
-        grads, found = _gradients(objective, params, batch, micro_batches, shardings)
+        grads, found = _gradients(objective, params, batch, (micro_batches, group_size), shardings)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm)
         if max_grad_norm is not None:
@@ -203,7 +206,7 @@ def _gradients(
     objective: Callable[[Params, Batch], tuple[jax.Array, Metrics]],
     params: Params,
     batch: Batch,
-    micro_batches: int,
+    split: tuple[int, int],
     shardings: TrainState | None,
 ) -> tuple[Params, Metrics]:
     """Sum the gradients over micro-batches, in float32; reduce each metric by its own rule."""
@@ -216,7 +219,7 @@ def _gradients(
             grads = jax.lax.with_sharding_constraint(grads, shardings.params)
         return grads, found
 
-    if micro_batches == 1:
+    if split[0] == 1:
         return grad(batch)
 
     def add(total: Params, part: Batch) -> tuple[Params, Metrics]:
@@ -228,25 +231,26 @@ def _gradients(
     )
     if shardings is not None:
         zeros = jax.lax.with_sharding_constraint(zeros, shardings.params)
-    total, stacked = jax.lax.scan(add, zeros, split_rows(batch, micro_batches))
+    total, stacked = jax.lax.scan(add, zeros, split_rows(batch, *split))
     return total, metrics_lib.stack_reduce(stacked)
 
 
-def split_rows(batch: Any, parts: int) -> Any:
+def split_rows(batch: Any, parts: int, group_size: int = 1) -> Any:
     """Give every array a leading micro-batch axis: ``[B, ...]`` → ``[parts, B/parts, ...]``.
 
-    Micro-batch ``i`` takes rows ``i, i + parts, …``, so that rows split over devices stay on their
-    device.
+    Micro-batch ``i`` takes rows (or groups of neighbouring rows) ``i, i + parts, …``, so that rows
+    split over devices stay on their device.
 
     Args:
       batch: any pytree of row-first arrays.
       parts: must divide the rows.
+      group_size: neighbouring rows that stay together; a part must hold whole groups.
 
     Returns:
       The same pytree with one more axis in front.
 
     Raises:
-      ValueError: naming the rows and ``micro_batches``.
+      ValueError: naming the rows, ``micro_batches`` and ``group_size``.
     """
 
     def split(x: jax.Array) -> jax.Array:
@@ -256,6 +260,12 @@ def split_rows(batch: Any, parts: int) -> Any:
                 f"micro_batches: {parts} does not divide the batch's {rows} rows; "
                 f"use a divisor of {rows}"
             )
-        return x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+        if (rows // parts) % group_size:
+            raise ValueError(
+                f"group_size: {rows // parts} rows a micro-batch are no whole groups of "
+                f"{group_size}; use fewer micro_batches, or group_size=1"
+            )
+        x = x.reshape(-1, parts, group_size, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(parts, rows // parts, *x.shape[3:])
 
     return jax.tree.map(split, batch)

@@ -61,11 +61,11 @@ def grpo_loss_fn(*, kl_coef: float, clip: float) -> Any:
     return loss_fn
 
 
-def grpo_step(policy: Any, work: Workload, micro_batches: int = 1) -> tuple[Any, Any]:
+def grpo_step(policy: Any, work: Workload, **options: int) -> tuple[Any, Any]:
     """A GRPO train step as the peers do it, and its optimizer."""
     optimizer = optax.adamw(work.learning_rate)
     loss_fn = grpo_loss_fn(kl_coef=work.kl_coef, clip=work.clip)
-    step = rl.make_train_step(policy, loss_fn, optimizer, micro_batches=micro_batches)
+    step = rl.make_train_step(policy, loss_fn, optimizer, **options)
     return step, optimizer
 
 
@@ -89,19 +89,23 @@ def batch_of(rollout: rl.Rollout, old: jax.Array, ref: jax.Array) -> rl.Batch:
 def own(work: Workload, repeats: int) -> dict[str, Any]:
     """One process's measurement: samples once, then updates; medians and the peak of memory.
 
-    Eight micro-batches, and blocks of 512 tokens at the head: the same update, but what it works on
-    stays in a CPU's caches.
+    A prompt is computed once a group. Eight micro-batches, and blocks of 512 tokens at the head:
+    the same update, but what it works on stays in a CPU's caches.
     """
-    policy = rl.policy.from_decoder(work.model, with_entropy=False, chunk_size=512)
-    parts = math.gcd(8, work.tokens.shape[0] * work.group)
+    group = work.group
+    policy = rl.policy.from_decoder(
+        work.model, with_entropy=False, group_size=group, chunk_size=512
+    )
+    parts = math.gcd(8, work.tokens.shape[0])
 
     @jax.jit
     def score(params: Any, rollout: rl.Rollout) -> jax.Array:
-        rows = rl.train_step.split_rows(dataclasses.replace(rollout, version=None), parts)
+        rows = rl.train_step.split_rows(dataclasses.replace(rollout, version=None), parts, group)
         found = jax.lax.map(lambda part: policy(params, part).log_probs, rows)
-        return found.swapaxes(0, 1).reshape(rollout.tokens.shape)
+        found = found.reshape(parts, -1, group, found.shape[-1]).swapaxes(0, 1)
+        return found.reshape(rollout.tokens.shape)
 
-    step, optimizer = grpo_step(policy, work, parts)
+    step, optimizer = grpo_step(policy, work, micro_batches=parts, group_size=group)
     rollout = work.generate(0)
     reference = rl.partition.copy(work.params)
     state = [rl.init_train_state(work.params, optimizer)]
@@ -323,7 +327,7 @@ def packing(work: Workload, repeats: int, rows: int = 64, micro: int = 4) -> Tab
     norms, shapes = {}, {}
     for name, make in (("a completion a row", lambda: plain), ("packed", packed)):
         count = make().tokens.shape[0]
-        step, optimizer = grpo_step(policy, work, count // micro)
+        step, optimizer = grpo_step(policy, work, micro_batches=count // micro)
         state = [rl.init_train_state(work.params, optimizer)]
 
         def run(step: Any = step, state: list[Any] = state, make: Any = make) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 
 from rlhf_jax.models import cache as caching
-from rlhf_jax.models import kernels
+from rlhf_jax.models import kernels, shared_prompts
 from rlhf_jax.models.attention import attention_inputs, masked_attention, within
 from rlhf_jax.models.cache import Cache, Prefix
 from rlhf_jax.models.config import DecoderConfig
@@ -204,6 +204,7 @@ class Decoder:
         to_stack: int | None = None,
         inputs: Array | None = None,
         split: int = 0,
+        group_size: int = 1,
     ) -> Array:
         """Hidden states; after the final norm unless ``to_stack`` ends before the last stack.
 
@@ -221,13 +222,16 @@ class Decoder:
           split: static; where prompts end and completions begin (``batch.start``), if they all do
             in one column. Attention then sums in the order of :meth:`decode`, so that log-probs
             round as the sampler's.
+          group_size: static; that many neighbouring rows have the same prompt in the columns before
+            ``split``. Each prompt is then computed once, not in every row: the same result for
+            less. Not with packed rows, nor by a fused kernel (``"auto"`` takes ``"xla"``).
 
         Returns:
           ``[B, T, D]`` in the compute dtype. Padding has finite, meaningless values.
 
         Raises:
-          ValueError: shapes that do not agree, a range of stacks that is not there, or neither or
-            both of tokens and inputs.
+          ValueError: shapes that do not agree, a range of stacks that is not there, neither or
+            both of tokens and inputs, or groups whose prompts cannot be shared.
         """
         to_stack = len(params["layers"]) if to_stack is None else to_stack
         source = check_entry(params, tokens, inputs, from_stack, to_stack, self.config.hidden_size)
@@ -239,10 +243,15 @@ class Decoder:
             segment_ids=segment_ids,
         )
 
+        packed = segment_ids is not None
+        shared_prompts.check(batch, length, split, group_size, packed, self.attention)
+        fold = functools.partial(shared_prompts.fold, split=split, group_size=group_size)
+
         def run(params: Params, source: Array, given: tuple[Any, Any, Any]) -> Array:
+            source = fold(source)
             x = self._embed(params, source) if inputs is None else source.astype(self.dtype)
             mask, where, places = attention_inputs(batch, length, *given)
-            kernel = kernels.choose(self)
+            kernel = "xla" if group_size > 1 else kernels.choose(self)
             ids = kernels.segments(given[0], given[2], (batch, length))
 
             def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, None]:
@@ -250,11 +259,13 @@ class Decoder:
                     return kernels.splash(q, k, v, ids, self.placement), None
                 if kernel == "cudnn":
                     return kernels.cudnn(q, k, v, mask), None
-                return masked_attention(q, k, v, within(mask, places, window), split), None
+                reads = within(mask, places, window)
+                return shared_prompts.attention(q, k, v, reads, split, group_size), None
 
             part = slice(from_stack, to_stack)
-            x, _ = self._run(params["layers"], x, where, attend, part, self._by_rows)
-            return self._final_norm(params, x) if to_stack == len(params["layers"]) else x
+            x, _ = self._run(params["layers"], x, fold(where), attend, part, self._by_rows)
+            x = self._final_norm(params, x) if to_stack == len(params["layers"]) else x
+            return shared_prompts.unfold(x, split, group_size)
 
         given = (attention_mask, positions, segment_ids)
         return auto_inside(run, lambda: like_rows(source, 0, 1), source, params, source, given)
