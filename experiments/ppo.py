@@ -5,7 +5,7 @@ by GAE over the critic's values → several epochs of shuffled minibatches, each
 the policy and one of the critic.
 
     python experiments/ppo.py --task sort                       # a small model from scratch
-    python experiments/ppo.py --task sort --batch-size 512 --group-size 1 --epochs 2 --minibatches 8
+    python experiments/ppo.py --task sort --batch-size 512 --group-size 1 --minibatches 16
     python experiments/ppo.py --kl-target 4                     # β is steered towards 4 nats
     python experiments/ppo.py --critic shared --critic-warmup 5 # a head over the starting weights
     python experiments/ppo.py --max-kl 0.05                     # end a step's epochs early
@@ -49,7 +49,7 @@ class Config(common.Config):
     epochs: int = 4
     """Passes over the samples of a step."""
     minibatches: int = 4
-    """Updates in a pass, of whole groups, shuffled anew each time."""
+    """Updates in a pass, of rows that are shuffled anew each time."""
     clip: float = 0.2
     """ε of the policy's ratio."""
     value_clip: float = 0.2
@@ -204,7 +204,7 @@ def train(config: Config) -> int:
     """Run; returns the exit code."""
     run = common.start(config, algorithm="ppo")
     config = run.own
-    actor = common.make_learner(run, policy_loss(config))
+    actor = common.make_learner(run, policy_loss(config), parts=None)
     critic = common.make_critic(
         run,
         critic_loss(config),

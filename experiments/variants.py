@@ -184,7 +184,7 @@ def train(config: Config) -> int:
     run = common.start(config, algorithm="variants", name=config.method)
     config, length = run.own, run.config.max_new_tokens
     method = METHODS[config.method]
-    learner = common.make_learner(run, make_loss(method))
+    learner = common.make_learner(run, make_loss(method), parts=config.minibatches)
     more: dict[str, Any] = {"position": run.place_rows(jnp.int32(0))} if method.mixed_groups else {}
     passes: dict[str, Any] = dict(epochs=config.epochs, parts=config.minibatches, length=length)
     passes |= dict(aggregation=method.aggregation, whole_groups=True)

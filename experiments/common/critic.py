@@ -69,6 +69,7 @@ def make_critic(
         params=trainable,
         shardings=jax.tree.map(lambda x: x.sharding, trainable),
         learning_rate=learning_rate,
+        parts=None,
     )
 
     @jax.jit

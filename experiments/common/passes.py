@@ -32,7 +32,7 @@ def make_scorer(run: Run) -> Callable[[Any, Any, rl.Rollout], jax.Array]:
 
     One jitted function serves both: for equal parameters their KL is exactly 0.
     """
-    policy_fn = policy_of(run, with_entropy=False)
+    policy_fn = policy_of(run, run.sharing(run.config.batch_size), with_entropy=False)
 
     @jax.jit
     def scorer(trainable: Any, frozen: Any, rollout: rl.Rollout) -> jax.Array:
@@ -41,24 +41,26 @@ def make_scorer(run: Run) -> Callable[[Any, Any, rl.Rollout], jax.Array]:
     return scorer
 
 
-def policy_of(run: Run, *, with_entropy: bool = True) -> policy.PolicyFn:
-    """The learner's policy function of a run."""
+def policy_of(run: Run, group_size: int, *, with_entropy: bool = True) -> policy.PolicyFn:
+    """The learner's policy function of a run, for rows in groups of one prompt."""
     return policy.from_decoder(
         run.model,
         temperature=run.config.temperature,
         with_entropy=with_entropy,
         trunk_stacks=run.trunk_stacks,
+        group_size=group_size,
     )
 
 
 def make_sampler(run: Run) -> Callable[..., rl.Rollout]:
     """``sampler(params, prompts, key, version) -> Rollout`` with the run's settings and trunk."""
     config = run.config
-    stacks = run.trunk_stacks
+    stacks, group = run.trunk_stacks, run.sharing(config.batch_size)
 
     @jax.jit
     def add_trunk(params: Any, rollout: rl.Rollout) -> rl.Rollout:
-        return dataclasses.replace(rollout, trunk=policy.trunk(run.model, params, rollout, stacks))
+        trunk = policy.trunk(run.model, params, rollout, stacks, group_size=group)
+        return dataclasses.replace(rollout, trunk=trunk)
 
     def sampler(params: Any, prompts: data.PromptBatch, key: jax.Array, version: Any) -> rl.Rollout:
         tokens, mask = run.place_rows((prompts.tokens, prompts.attention_mask))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ class Run:
         rows = sharding.row_sharding(self.layout, self.mesh)
         whole = jax.NamedSharding(self.mesh, jax.P())
         return jax.device_put(tree, jax.tree.map(lambda x: rows if np.ndim(x) else whole, tree))
+
+    def sharing(self, rows: int) -> int:
+        """How many of ``rows`` compute a prompt together: a group, if devices hold whole ones."""
+        group = self.config.group_size
+        parts = math.prod(self.mesh.shape[axis] for axis in self.layout.rows)
+        return 1 if rows % (group * parts) else group
 
     @functools.cached_property
     def frozen_digest(self) -> str:

@@ -36,6 +36,7 @@ def make_learner(
     params: Any = None,
     shardings: Any = None,
     learning_rate: float | None = None,
+    parts: int | None = 1,
 ) -> Learner:
     """AdamW after a warm-up of two updates, a fresh state, one compiled step.
 
@@ -46,17 +47,21 @@ def make_learner(
       params: what is trained; the policy's trainable part by default.
       shardings: of ``params``.
       learning_rate: the run's by default.
+      parts: minibatches of whole groups that a batch is updated in; None if they split groups.
     """
     rate = run.config.learning_rate if learning_rate is None else learning_rate
     if params is None:
         params, shardings = run.trainable, run.shardings
     schedule = optax.linear_schedule(0.0, rate, transition_steps=2)
     optimizer = optax.adamw(lambda count: schedule(count + 1), b2=0.99, weight_decay=0.0)
+    count = run.config.micro_batches
+    group = run.sharing(run.config.batch_size // parts // count) if parts else 1
     step = rl.make_train_step(
-        output_fn or policy_of(run),
+        output_fn or policy_of(run, group),
         loss_fn,
         optimizer,
-        micro_batches=run.config.micro_batches,
+        micro_batches=count,
+        group_size=group,
         shardings=rl.train_step.state_shardings(params, optimizer, shardings),
     )
     state = rl.init_train_state(params, optimizer, shardings=shardings)
