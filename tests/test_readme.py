@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import rlhf_jax as rl
 
@@ -16,8 +17,15 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+MODEL = rl.models.Decoder(
+    rl.models.DecoderConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2
+    )
+)
+
+
 def namespace() -> dict:
-    names: dict = {}
+    names: dict = {"model": MODEL, "optimizer": optax.sgd(0.1)}
     for block in CODE:
         exec(compile(block, "README.md", "exec"), names)
     return names
@@ -56,6 +64,24 @@ def test_a_method_of_ones_own():
     np.testing.assert_allclose(
         gradient, np.where(mask, [[-1 / 3], [1 / 3]], 0), rtol=1e-6, atol=1e-7
     )
+
+
+def test_shared_prompts():
+    names = namespace()
+    batch = rl.Batch(
+        tokens=jnp.arange(32 * 3).reshape(32, 3) % 4,
+        mask=jnp.ones((32, 3), bool).at[:, :2].set(False),
+        attention_mask=jnp.ones((32, 3), bool),
+        group_ids=jnp.arange(32) // 8,
+        advantages=jnp.arange(32.0),
+        old_log_probs=jnp.zeros((32, 3)),
+        sampler_log_probs=jnp.zeros((32, 3)),
+        denominator=jnp.full(32, 32.0),
+        start=2,
+    )
+    state = rl.init_train_state(MODEL.init(jax.random.key(0)), names["optimizer"])
+    state, metrics = names["step"](state, batch)
+    assert int(state.step) == 1 and float(metrics["optim/grad_norm"].value()) > 0
 
 
 def test_its_map_is_the_territory():
