@@ -7,6 +7,7 @@ rows may be packed (:mod:`rlhf_jax.packing`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,11 @@ def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Call
     if not names:
         return head
 
+    parts = math.prod(mesh.shape[name] for name in names)
+
     def run(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: Any) -> Any:
+        if tokens.shape[0] % parts:  # fewer rows than devices: right, but not fast
+            return head(hidden, matrix, tokens, temperature)
         tau = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (tokens.shape[0], 1))
         by_rows, whole, dtype = jax.P(rows), jax.P(), matrix.dtype
         # XLA's CPU compiler aborts on a bfloat16 sum over devices whose other axes are the

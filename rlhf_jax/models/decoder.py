@@ -77,8 +77,9 @@ class Decoder:
         e.g. ``NamedSharding(mesh, P("fsdp", None, "tensor"))``; rows and heads may be split. With
         it every layer's input lies by its rows, so that devices gather weights and not each other's
         activations, a kernel runs on each device's part, and the log-probs of a device's rows
-        gather the head once. None leaves it all to the compiler: right for one device, and for
-        layouts that do not split the weights' embedding axis.
+        gather the head once (where the rows divide over the devices). None leaves it all to the
+        compiler: right for one device, and for layouts that do not split the weights' embedding
+        axis.
 
     Raises:
       ValueError: stacks that do not sum to the layers, an unknown remat, cache dtype or kernel, or
