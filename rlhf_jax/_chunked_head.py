@@ -150,10 +150,23 @@ def _head_gradient(spec: Spec, h: jax.Array, dz: jax.Array, head: jax.Array) -> 
     terms = _terms(spec, dz, h, head)
     # One product over all terms, side by side along the tokens: its result is as large as the head.
     h, dz = (jnp.concatenate(x, -2) if len(x) > 1 else x[0] for x in ([h] * len(terms), terms))
-    if _explicit_sharding(head) is None:  # one token axis, as in models.layers.Linear
-        h, dz, axes = h.reshape(-1, h.shape[-1]), dz.reshape(-1, dz.shape[-1]), (0,)
     a, b = (dz, h) if spec.head_is_embedding else (h, dz)
-    return _product(a, b, (axes, axes), _explicit_sharding(head))
+    if _explicit_sharding(head) is not None:
+        return _product(a, b, (axes, axes), _explicit_sharding(head))
+    # One token axis, as in models.layers.Linear.
+    a, b = (x.reshape(-1, x.shape[-1]) for x in (a, b))
+    return lax.platform_dependent(a, b, cpu=_outer_on_cpu, default=_outer)
+
+
+def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
+    return _product(a, b, ((0,), (0,)))
+
+
+def _outer_on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The same. A CPU is much quicker with more columns than rows; XLA must not swap them back."""
+    if a.shape[1] <= b.shape[1]:
+        return _outer(a, b)
+    return lax.optimization_barrier(_outer(b, a)).T
 
 
 # -- Vocabulary pieces -----------------------------------------------------------------------------

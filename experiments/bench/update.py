@@ -89,14 +89,14 @@ def batch_of(rollout: rl.Rollout, old: jax.Array, ref: jax.Array) -> rl.Batch:
 def own(work: Workload, repeats: int) -> dict[str, Any]:
     """One process's measurement: samples once, then updates; medians and the peak of memory.
 
-    A prompt is computed once a group. Eight micro-batches, and blocks of 512 tokens at the head:
+    A prompt is computed once a group. Four micro-batches, and blocks of 1024 tokens at the head:
     the same update, but what it works on stays in a CPU's caches.
     """
     group = work.group
     policy = rl.policy.from_decoder(
-        work.model, with_entropy=False, group_size=group, chunk_size=512
+        work.model, with_entropy=False, group_size=group, chunk_size=1024
     )
-    parts = math.gcd(8, work.tokens.shape[0])
+    parts = math.gcd(4, work.tokens.shape[0])
 
     @jax.jit
     def score(params: Any, rollout: rl.Rollout) -> jax.Array:
