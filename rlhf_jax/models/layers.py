@@ -63,6 +63,37 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps)
 
 
+@jax.custom_jvp
+def matmul(x: Array, weight: Array) -> Array:
+    """x·weightᵀ: ``[N, I]``, ``[O, I]`` → ``[N, O]``."""
+    return _times(x, weight)
+
+
+@functools.partial(matmul.defjvp, symbolic_zeros=True)
+def _(primals: Any, tangents: Any) -> Any:
+    # Written out for the sake of the weight's gradient alone.
+    (x, weight), (x_dot, weight_dot) = primals, tangents
+    y = _times(x, weight)  # not by `matmul`, in which a remat policy would not see the product
+    y_dot = jnp.zeros_like(y)
+    if not isinstance(x_dot, jax.custom_derivatives.SymbolicZero):
+        y_dot = _times(x_dot, weight)
+    if not isinstance(weight_dot, jax.custom_derivatives.SymbolicZero):
+        y_dot = y_dot + jax.lax.platform_dependent(x, weight_dot, cpu=_times_on_cpu, default=_times)
+    return y, y_dot
+
+
+def _times(x: Array, weight: Array) -> Array:
+    return jnp.einsum("ni,oi->no", x, weight)
+
+
+def _times_on_cpu(x: Array, weight: Array) -> Array:
+    """The same. Its transpose, the weight's gradient, has as few rows as can be: a CPU multiplies
+    that 1.7 times faster, and XLA must not swap it back."""
+    if weight.shape[0] <= weight.shape[1]:
+        return _times(x, weight)
+    return jnp.einsum("ni,io->no", x, jax.lax.optimization_barrier(weight.T))
+
+
 class Linear(nnx.Module):
     """y[..., *out] = Σ_in x[..., *in] · weight[*out, *in] (+ bias), in the dtype of x.
 
@@ -105,7 +136,7 @@ class Linear(nnx.Module):
         # All tokens on one axis: the weight's gradient then sums over it as it lies. For a sum over
         # two axes XLA's CPU backend first writes a transposed copy, fused with whatever made it.
         x = x.reshape(-1, flat.shape[1])
-        y = jnp.einsum("ni,oi->no", x, flat)
+        y = matmul(x, flat)
         if self.a is not None and self.b is not None:
             a, b = self.a[...].astype(x.dtype), self.b[...].astype(x.dtype)
             low = jnp.einsum("ni,ri->nr", x, a.reshape(a.shape[0], -1))
