@@ -20,7 +20,7 @@ TRAIN_ENV = JAX_COMPILATION_CACHE_DIR="$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/.
 help:
 	@echo "make train     train SmolLM2-135M by RL on this machine     (ARGS=\"--help\" lists the flags)"
 	@echo "make quick     a small model from scratch learns to sort, about two minutes, no download"
-	@echo "make compare   all methods on the same small task, with a table and curves   (an hour or two)"
+	@echo "make compare   all methods on the same small task, with a table and curves   (half an hour)"
 	@echo "make sample    text from the latest run                     (ARGS=\"--help\")"
 	@echo "make test      the test suite          make test-all   with the slow ones"
 	@echo "make lint      ruff and pyright        make format     apply ruff's format and fixes"

@@ -61,7 +61,7 @@ def grpo_loss_fn(*, kl_coef: float, clip: float) -> Any:
     return loss_fn
 
 
-def grpo_step(policy: Any, work: Workload, **options: int) -> tuple[Any, Any]:
+def grpo_step(policy: Any, work: Workload, **options: Any) -> tuple[Any, Any]:
     """A GRPO train step as the peers do it, and its optimizer."""
     optimizer = optax.adamw(work.learning_rate)
     loss_fn = grpo_loss_fn(kl_coef=work.kl_coef, clip=work.clip)

@@ -95,19 +95,20 @@ def attention(q: Array, k: Array, v: Array, mask: Array, split: int, group_size:
         return jnp.moveaxis(jnp.moveaxis(x, 2, -2), 2, 1)
 
     queries = by_completion(split_groups(q, kv_heads))  # [P, K, G, Q, C, H]
-    shared = tuple(fill(x[:, prompt].swapaxes(1, 2), 2, width) for x in (k, v))
-    own = tuple(fill(by_completion(x), 3, width) for x in (k, v))
+    shared_k, shared_v = (fill(x[:, prompt].swapaxes(1, 2), 2, width) for x in (k, v))
+    own_k, own_v = (fill(by_completion(x), 3, width) for x in (k, v))
     reads = mask[:, None, :, None, rest]  # [P, 1, G, 1, C, S + C]
     # Against the prompt all queries of a group are one product: [P, K, G·Q, C, H].
     lead = (*queries.shape[:2], -1)
     valid = jnp.broadcast_to(reads[..., prompt], (*queries.shape[:-1], split))
     of_shared = partial_softmax(
         queries.reshape(*lead, *queries.shape[4:]),
-        *shared,
+        shared_k,
+        shared_v,
         fill(valid.reshape(*lead, *valid.shape[4:]), 4, width),
     )
     of_shared = jax.tree.map(lambda x: x.reshape(*queries.shape[:5], -1), of_shared)
-    of_own = partial_softmax(queries, *own, fill(reads[..., rest], 5, width))
+    of_own = partial_softmax(queries, own_k, own_v, fill(reads[..., rest], 5, width))
     out = merge([of_shared, of_own]).astype(q.dtype)
     out = jnp.moveaxis(jnp.moveaxis(out, 1, 2), -2, 2)  # [P, G, C, K, Q, H]
     return jnp.concatenate((of_prompts, out.reshape(count, -1, *q.shape[2:])), axis=1)
