@@ -256,7 +256,8 @@ def _block_forward(spec: Spec, head, bias, direct: bool, block):
     if direct:
         dz = _logits_gradient(z, labels, 0, scale, lse, None, scale, None)
         slope = _times_head(spec, dz, head, h)
-    return log_probs, entropy, lse, slope, z if spec.count == 1 else None
+    keep = spec.count == 1 and (slope is None or spec.with_entropy)
+    return log_probs, entropy, lse, slope, z if keep else None
 
 
 def _logits_gradient(z, labels, start, scale, lse, entropy, g, g_entropy):

@@ -134,11 +134,12 @@ def make_train_step(
       clipping), ``optim/update_norm`` and ``optim/skipped``.
 
     Raises:
-      ValueError: a ``compute_dtype`` that is no floating dtype; when called, if the rows do not
-        divide by ``micro_batches``.
+      ValueError: a ``compute_dtype`` that is no floating dtype, a number below 1; when called, if
+        the rows do not make ``micro_batches`` of whole groups.
     """
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches: expected an int ≥ 1, got {micro_batches!r}")
+    for name, value in (("micro_batches", micro_batches), ("group_size", group_size)):
+        if value < 1:
+            raise ValueError(f"{name}: expected an int ≥ 1, got {value!r}")
     dtype = _floating(compute_dtype)
 
     def step(state: TrainState, batch: Batch, frozen: Params = None) -> tuple[TrainState, Metrics]:

@@ -188,3 +188,9 @@ def test_micro_batches_that_split_groups():
     with pytest.raises(ValueError, match="6 rows a micro-batch are no whole groups of 4"):
         rl.train_step.split_rows(jnp.zeros(12), 2, 4)
     assert rl.train_step.split_rows(jnp.arange(8), 2, 2).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize("name", ["micro_batches", "group_size"])
+def test_numbers_below_one(name):
+    with pytest.raises(ValueError, match=f"{name}: expected an int ≥ 1, got 0"):
+        rl.make_train_step(None, loss, optax.sgd(0.1), **{name: 0})
