@@ -21,9 +21,8 @@ Array = jax.Array
 NEGATIVE = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a fully masked row stays finite
 
 _BLOCK, _NARROW = 64, 32
-"""Keys are filled up to whole blocks: a CPU sums any number of them in one order. Narrower heads
-are those of toy models, which have few layers for a difference to grow in and would pay the most:
-theirs are not filled, and the learner sums all of them at once."""
+"""Keys are filled up to whole blocks: a CPU sums any number of them in one order. Where each query
+head has narrower keys of its own (a toy model, which would pay the most) smaller ones do."""
 
 
 @jax.custom_jvp
@@ -50,10 +49,15 @@ def split_groups(q: Array, kv_heads: int) -> Array:
     return q.reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
 
 
-def fill(x: Array, axis: int, head_width: int) -> Array:
+def block_of(q: Array) -> int:
+    """How many keys are a block for queries ``[…, Q, T, H]``."""
+    return _BLOCK // 8 if q.shape[-1] < _NARROW and q.shape[-3] == 1 else _BLOCK
+
+
+def fill(x: Array, axis: int, block: int) -> Array:
     """Zeros at the end of an axis of keys, up to whole blocks."""
-    missing = -x.shape[axis] % _BLOCK
-    if not missing or head_width < _NARROW:
+    missing = -x.shape[axis] % block
+    if not missing:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)
@@ -124,15 +128,15 @@ def masked_attention(q: Array, k: Array, v: Array, mask: Array, split: int = 0) 
     """
     grouped = split_groups(q, k.shape[-2]).transpose(0, 2, 3, 1, 4)
     k, v, mask = k.swapaxes(1, 2), v.swapaxes(1, 2), mask[:, None, None]
+    block = block_of(grouped)
 
     def over(queries: slice, keys: slice) -> Partial:
-        width = k.shape[-1]
-        part, values = (fill(x[:, :, keys], 2, width) for x in (k, v))
-        valid = fill(mask[..., queries, keys], 4, width)
+        part, values = (fill(x[:, :, keys], 2, block) for x in (k, v))
+        valid = fill(mask[..., queries, keys], 4, block)
         return partial_softmax(grouped[..., queries, :], part, values, valid)
 
     prompt, completion = slice(0, split), slice(split, None)
-    if 0 < split < k.shape[2] and k.shape[-1] >= _NARROW:  # no prompt reads its completion
+    if 0 < split < k.shape[2]:  # no prompt reads its completion
         out = jnp.concatenate(
             (
                 merge([over(prompt, prompt)]),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import Partial, fill, merge, partial_softmax, split_groups
+from rlhf_jax.models.attention import Partial, block_of, fill, merge, partial_softmax, split_groups
 from rlhf_jax.models.cache import SLOTS, Cache, Quantized, append, room, unscaled
 from rlhf_jax.models.stacks import depth
 
@@ -97,12 +97,12 @@ class Part(NamedTuple):
 
 def _attend(q: Array, keys: Part, values: Part, valid: Array) -> Partial:
     """Partial softmax of ``[…, Q, T, H]`` over one part, filled as the learner's."""
-    width = q.shape[-1]
-    keys, values = jax.tree.map(lambda x: fill(x, SLOTS, width), (keys, values))
+    block = block_of(q)
+    keys, values = jax.tree.map(lambda x: fill(x, SLOTS, block), (keys, values))
     # Else the CPU compiler transposes the keys as it cuts them out, which takes four times as long.
     held = jax.lax.optimization_barrier(keys.held)
     scales = keys.scales, values.scales
-    return partial_softmax(q, held, values.held, fill(valid, -1, width), *scales)
+    return partial_softmax(q, held, values.held, fill(valid, -1, block), *scales)
 
 
 def _read(at: Span, function: Callable[..., Partial]) -> Partial:

@@ -14,7 +14,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import fill, masked_attention, merge, partial_softmax, split_groups
+from rlhf_jax.models.attention import (
+    block_of,
+    fill,
+    masked_attention,
+    merge,
+    partial_softmax,
+    split_groups,
+)
 
 Array = jax.Array
 
@@ -83,7 +90,7 @@ def attention(q: Array, k: Array, v: Array, mask: Array, split: int, group_size:
     """
     if group_size == 1:
         return masked_attention(q, k, v, mask, split)
-    count, width, kv_heads = q.shape[0], q.shape[-1], k.shape[-2]
+    count, kv_heads = q.shape[0], k.shape[-2]
     mask = mask.reshape(count, group_size, *mask.shape[1:])
     prompt, rest = slice(0, split), slice(split, None)
     of_prompts = masked_attention(
@@ -95,8 +102,9 @@ def attention(q: Array, k: Array, v: Array, mask: Array, split: int, group_size:
         return jnp.moveaxis(jnp.moveaxis(x, 2, -2), 2, 1)
 
     queries = by_completion(split_groups(q, kv_heads))  # [P, K, G, Q, C, H]
-    shared_k, shared_v = (fill(x[:, prompt].swapaxes(1, 2), 2, width) for x in (k, v))
-    own_k, own_v = (fill(by_completion(x), 3, width) for x in (k, v))
+    block = block_of(queries)
+    shared_k, shared_v = (fill(x[:, prompt].swapaxes(1, 2), 2, block) for x in (k, v))
+    own_k, own_v = (fill(by_completion(x), 3, block) for x in (k, v))
     reads = mask[:, None, :, None, rest]  # [P, 1, G, 1, C, S + C]
     # Against the prompt all queries of a group are one product: [P, K, G·Q, C, H].
     lead = (*queries.shape[:2], -1)
@@ -105,10 +113,10 @@ def attention(q: Array, k: Array, v: Array, mask: Array, split: int, group_size:
         queries.reshape(*lead, *queries.shape[4:]),
         shared_k,
         shared_v,
-        fill(valid.reshape(*lead, *valid.shape[4:]), 4, width),
+        fill(valid.reshape(*lead, *valid.shape[4:]), 4, block),
     )
     of_shared = jax.tree.map(lambda x: x.reshape(*queries.shape[:5], -1), of_shared)
-    of_own = partial_softmax(queries, own_k, own_v, fill(reads[..., rest], 5, width))
+    of_own = partial_softmax(queries, own_k, own_v, fill(reads[..., rest], 5, block))
     out = merge([of_shared, of_own]).astype(q.dtype)
     out = jnp.moveaxis(jnp.moveaxis(out, 1, 2), -2, 2)  # [P, G, C, K, Q, H]
     return jnp.concatenate((of_prompts, out.reshape(count, -1, *q.shape[2:])), axis=1)
