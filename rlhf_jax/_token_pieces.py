@@ -60,7 +60,7 @@ class Pieces:
         parts = math.prod(self.mesh.shape[axis] for axis in self.rows)
         return parts if rows % parts == 0 else 1
 
-    def fill(self, x: Array | None) -> Array | None:
+    def fill(self, x: Any) -> Any:
         """Tokens at the end, which no other token reads, up to whole pieces."""
         missing = 0 if x is None else -x.shape[1] % self.count
         if x is None or not missing:

@@ -96,10 +96,10 @@ def from_decoder(
         pieces = Pieces.of(getattr(model, "placement", None))
         # Without a token to score there is nothing to cut.
         cut = pieces.count > 1 and batch.start < batch.tokens.shape[1]
-        head = (_by_pieces if cut else _on_own_rows)(head, pieces, batch.start)
+        run = (_by_pieces if cut else _on_own_rows)(head, pieces, batch.start)
         if pieces.mesh is not None:
-            head = _under_auto_axes(head, batch.tokens)
-        out = head(hidden, matrix, batch.tokens, temperature)
+            run = _under_auto_axes(run, batch.tokens)
+        out = run(hidden, matrix, batch.tokens, temperature)
         if segment_ids is not None:
             # What stands before a segment's first token is another sequence.
             within = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -110,7 +110,7 @@ def from_decoder(
 
 
 def _under_auto_axes(head: Callable[..., Any], tokens: jax.Array) -> Callable[..., Any]:
-    """What names its devices itself runs where mesh axes are the compiler's, as the decoder does."""
+    """The head names its devices itself, which takes Auto axes; the decoder runs under them too."""
     where: Any = jax.typeof(tokens).sharding
     if jax.sharding.AxisType.Explicit not in where.mesh.axis_types:
         return head

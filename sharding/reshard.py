@@ -84,7 +84,7 @@ def reshard(tree: Any, shardings: Any, *, donate: bool = False) -> tuple[Any, Mo
         groups.setdefault(_shared_devices(x, target), []).append(i)
     out: list[Any] = [None] * len(arrays)
     for devices, some in groups.items():
-        move = _put if devices is None else _jitted
+        move: Any = _put if devices is None else _jitted
         found = move([arrays[i] for i in some], [targets[i] for i in some], donate)
         for i, one in zip(some, found, strict=True):
             out[i] = one

@@ -262,9 +262,9 @@ class Decoder:
             return pieces.fold(shared_prompts.fold(x, split, group_size))
 
         def run(params: Params, source: Array, given: tuple[Any, Any, Any]) -> Array:
-            source, *given = map(pieces.fill, (source, *given))
-            shape = source.shape[:2]
-            mask, where, places = attention_inputs(*shape, *given)
+            source, given = jax.tree.map(pieces.fill, (source, given))
+            rows, filled = source.shape[:2]
+            mask, where, places = attention_inputs(rows, filled, *given)
             mask = pieces.by_tokens(mask)
             source = fold(source)
             if inputs is None:
@@ -272,7 +272,7 @@ class Decoder:
             else:
                 x = source.astype(self.dtype)
             kernel = "xla" if group_size > 1 else kernels.choose(self)
-            ids = kernels.segments(given[0], given[2], shape)
+            ids = kernels.segments(given[0], given[2], (rows, filled))
 
             def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, None]:
                 if kernel == "splash":
