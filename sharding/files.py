@@ -68,8 +68,8 @@ def _from_file(path: str, name: str | None) -> Layout:
     if name is None and len(found) == 1:
         return next(iter(found.values()))
     if name not in found:
-        asked = "which of them?" if name is None else f"there is no {name!r}"
-        raise ValueError(f"layout: {asked} {path} has: {', '.join(found)}; give {path}:NAME")
+        asked = "which of them?" if name is None else f"there is no {name!r};"
+        raise ValueError(f"layout: {asked} {path} holds: {', '.join(found)}; give {path}:NAME")
     return found[name]
 
 

@@ -49,9 +49,9 @@ def test_a_file_holds_layouts(write):
 def test_the_only_layout_of_a_file_needs_no_name(write):
     path = write('[a]\naxes = { data = -1 }\nrows = ["data"]\n')
     assert sharding.get_layout(str(path)).name == "a"
-    with pytest.raises(ValueError, match=r"which of them\? .* has: pod, long; give .*:NAME"):
+    with pytest.raises(ValueError, match=r"which of them\? .* holds: pod, long; give .*:NAME"):
         sharding.get_layout(str(write(POD)))
-    with pytest.raises(ValueError, match=r"there is no 'pot' .* has: pod, long"):
+    with pytest.raises(ValueError, match=r"there is no 'pot'; .* holds: pod, long"):
         sharding.get_layout(f"{write(POD)}:pot")
 
 
