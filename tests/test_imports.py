@@ -41,7 +41,7 @@ MAY_NOT_IMPORT: dict[str, set[str]] = {
     "partition": {"losses", "models", "sampling", "train_step"},
     "policy": {"losses", "sampling", "train_step", "rewards", "advantages"},
 }
-SHARDING_DATA = ("mesh", "rules", "layouts")
+SHARDING_DATA = ("mesh", "rules", "layouts", "files", "paths", "reshard")
 
 
 def modules(package: str) -> dict[str, Path]:

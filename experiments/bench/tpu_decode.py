@@ -49,6 +49,7 @@ DATA_TENSOR = sharding.Layout(  # whole rows on groups of chips, the weights spl
     rows=("data",),
 )
 LAYOUTS = {**sharding.LAYOUTS, DATA_TENSOR.name: DATA_TENSOR}
+fitted = sharding.fitted
 
 
 PLAN = {  # what the compiler says of a program's memory
@@ -78,17 +79,6 @@ def topology(name: str = "v5e:4x4") -> list[Any]:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     return list(topologies.get_topology_desc(name, "tpu").devices)
-
-
-def fitted(layout: sharding.Layout, config: rl.models.DecoderConfig, mesh: Any) -> sharding.Layout:
-    """The layout without the rules for heads that its mesh axis cannot split evenly."""
-    counts = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-    rules = {
-        axis: target
-        for axis, target in layout.rules.items()
-        if counts.get(axis, 0) % mesh.shape[target] == 0
-    }
-    return dataclasses.replace(layout, rules=rules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

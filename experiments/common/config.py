@@ -66,7 +66,8 @@ class Config:
     micro_batches: int = 1
     """Parts that the rows of a step are split into; changes memory, never the gradient."""
     layout: str = "single"
-    """How to lay model and batch over the devices: single, dp, fsdp, tensor, fsdp_tensor."""
+    """How to lay model and batch over the devices: single, dp, fsdp, tensor, fsdp_tensor, hsdp,
+    sequence, or FILE.toml:NAME; other mesh sizes may follow, as in fsdp_tensor:tensor=4."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the matmuls; weights and moments stay float32."""
     seed: int = 0
