@@ -91,7 +91,7 @@ def from_decoder(
         placement = getattr(model, "placement", None)
         if placement is not None:
             head = _on_own_rows(head, placement)
-        out = head(hidden, matrix, batch.tokens, temperature)
+        out = _auto_inside(head)(hidden, matrix, batch.tokens, temperature)
         if segment_ids is not None:
             # What stands before a segment's first token is another sequence.
             within = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -99,6 +99,19 @@ def from_decoder(
         return PolicyOutput(log_probs=out.log_probs, entropy=out.entropy)
 
     return policy
+
+
+def _auto_inside(head: Callable[..., Any]) -> Callable[..., Any]:
+    """The head with Auto axes inside: under Explicit ones its results lie as the tokens do."""
+
+    def run(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: Any) -> Any:
+        mesh = jax.typeof(tokens).sharding.mesh
+        if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+            return head(hidden, matrix, tokens, temperature)
+        inside = jax.sharding.auto_axes(head, out_sharding=jax.typeof(tokens).sharding)
+        return inside(hidden, matrix, tokens, jnp.asarray(temperature))
+
+    return run
 
 
 def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Callable[..., Any]:
@@ -109,11 +122,11 @@ def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Call
     """
     rows = placement.spec[0] if placement.spec else None
     names = rows if isinstance(rows, tuple) else (rows,) if rows else ()
-    mesh: Any = placement.mesh
+    devices: Any = placement.mesh
     if not names:
         return head
 
-    parts = math.prod(mesh.shape[name] for name in names)
+    parts = math.prod(devices.shape[name] for name in names)
 
     def run(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: Any) -> Any:
         if tokens.shape[0] % parts:  # fewer rows than devices: right, but not fast
@@ -122,11 +135,12 @@ def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Call
         by_rows, whole, dtype = jax.P(rows), jax.P(), matrix.dtype
         # XLA's CPU compiler aborts on a bfloat16 sum over devices whose other axes are the
         # compiler's ("Invalid binary instruction opcode copy"): there the gradient crosses wide.
-        if mesh.devices.flat[0].platform == "cpu":
+        if devices.devices.flat[0].platform == "cpu":
             matrix = matrix.astype(jnp.promote_types(dtype, jnp.float32))
+        context = jax.sharding.get_abstract_mesh()
         return jax.shard_map(
             lambda hidden, matrix, *rest: head(hidden, matrix.astype(dtype), *rest),
-            mesh=mesh,
+            mesh=devices if context.empty else context,
             in_specs=(by_rows, whole, by_rows, by_rows),
             out_specs=by_rows,
             axis_names=set(names),

@@ -217,7 +217,7 @@ def _gradients(
         grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         # Said outright, or the compiler may leave whole gradients on every device.
         if shardings is not None:
-            grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+            grads = _laid_out(grads, shardings.params)
         return grads, found
 
     if split[0] == 1:
@@ -231,9 +231,17 @@ def _gradients(
         lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params
     )
     if shardings is not None:
-        zeros = jax.lax.with_sharding_constraint(zeros, shardings.params)
+        zeros = _laid_out(zeros, shardings.params)
     total, stacked = jax.lax.scan(add, zeros, split_rows(batch, *split))
     return total, metrics_lib.stack_reduce(stacked)
+
+
+def _laid_out(tree: Any, shardings: Any) -> Any:
+    """The arrays where ``shardings`` puts them, on a mesh of either kind of axes."""
+    kinds = jax.tree.leaves(shardings)[0].mesh.axis_types
+    if jax.sharding.AxisType.Explicit in kinds:
+        return jax.sharding.reshard(tree, shardings)
+    return jax.lax.with_sharding_constraint(tree, shardings)
 
 
 def split_rows(batch: Any, parts: int, group_size: int = 1) -> Any:

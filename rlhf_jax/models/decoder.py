@@ -33,7 +33,7 @@ from rlhf_jax.models.cache import Cache, Prefix
 from rlhf_jax.models.config import DecoderConfig
 from rlhf_jax.models.decoding import decode_layers
 from rlhf_jax.models.entry import check_decode, check_entry, check_shapes
-from rlhf_jax.models.explicit import auto_inside, like_rows, placed, sharded_as
+from rlhf_jax.models.explicit import auto_inside, like_rows, mesh_here, placed, sharded_as
 from rlhf_jax.models.layers import (
     Attend,
     Block,
@@ -408,7 +408,8 @@ class Decoder:
         """The residual stream ``[B, T, D]`` where ``placement`` puts its rows."""
         if self.placement is None:
             return x
-        where = jax.NamedSharding(self.placement.mesh, jax.P(*self.placement.spec[:1]))
+        mesh = mesh_here(self.placement.mesh)
+        where = jax.NamedSharding(mesh, jax.P(*self.placement.spec[:1]))
         return jax.lax.with_sharding_constraint(x, where)
 
     def _embed(self, params: Params, tokens: Array) -> Array:

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models.explicit import mesh_here
+
 Array = jax.Array
 
 ATTENTION = ("xla", "cudnn", "splash", "auto")
@@ -119,7 +121,7 @@ def splash(q: Array, k: Array, v: Array, ids: Array, placement: Any = None) -> A
         wide, rows = placement.spec, jax.P(*placement.spec[:1])
         run = jax.shard_map(
             run,
-            mesh=placement.mesh,
+            mesh=mesh_here(placement.mesh),
             in_specs=(wide, wide, wide, rows),
             out_specs=wide,
             check_vma=False,
