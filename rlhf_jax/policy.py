@@ -7,6 +7,8 @@ rows may be packed (:mod:`rlhf_jax.packing`).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax import logprobs
+from rlhf_jax._token_pieces import Pieces
 from rlhf_jax.types import ApplyFn, Batch, Params, PolicyOutput, Rollout
 
 __all__ = ["PolicyFn", "from_apply", "from_decoder", "trunk"]
@@ -77,21 +80,26 @@ def from_decoder(
         )
         matrix, layout = model.head(params)
 
-        def head(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, tau: Any) -> Any:
+        def head(
+            hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, tau: Any, start: int
+        ) -> Any:
             return logprobs.policy_log_probs(
                 hidden,
                 (matrix, layout),
                 tokens,
-                start=batch.start,
+                start=start,
                 temperature=tau,
                 with_entropy=with_entropy,
                 **head_options,
             )
 
-        placement = getattr(model, "placement", None)
-        if placement is not None:
-            head = _on_own_rows(head, placement)
-        out = _auto_inside(head)(hidden, matrix, batch.tokens, temperature)
+        pieces = Pieces.of(getattr(model, "placement", None))
+        # Without a token to score there is nothing to cut.
+        cut = pieces.count > 1 and batch.start < batch.tokens.shape[1]
+        head = (_by_pieces if cut else _on_own_rows)(head, pieces, batch.start)
+        if pieces.mesh is not None:
+            head = _under_auto_axes(head, batch.tokens)
+        out = head(hidden, matrix, batch.tokens, temperature)
         if segment_ids is not None:
             # What stands before a segment's first token is another sequence.
             within = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -101,46 +109,66 @@ def from_decoder(
     return policy
 
 
-def _auto_inside(head: Callable[..., Any]) -> Callable[..., Any]:
-    """The head with Auto axes inside: under Explicit ones its results lie as the tokens do."""
+def _under_auto_axes(head: Callable[..., Any], tokens: jax.Array) -> Callable[..., Any]:
+    """What names its devices itself runs where mesh axes are the compiler's, as the decoder does."""
+    where: Any = jax.typeof(tokens).sharding
+    if jax.sharding.AxisType.Explicit not in where.mesh.axis_types:
+        return head
+    return jax.sharding.auto_axes(head, out_sharding=where)
+
+
+def _by_pieces(head: Callable[..., Any], pieces: Pieces, start: int) -> Callable[..., Any]:
+    """Every device takes the same piece of each of its rows, of what is scored from ``start`` on.
+
+    A token's log-prob is read from the state before it, which may lie on another device: so states
+    and labels are cut out first, and cut into pieces then.
+    """
+    first = max(start, 1)
 
     def run(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: Any) -> Any:
-        mesh = jax.typeof(tokens).sharding.mesh
-        if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
-            return head(hidden, matrix, tokens, temperature)
-        inside = jax.sharding.auto_axes(head, out_sharding=jax.typeof(tokens).sharding)
-        return inside(hidden, matrix, tokens, jnp.asarray(temperature))
+        rows, length = tokens.shape
+        tau = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (rows, pieces.count))
+        cut = [pieces.fold(pieces.fill(x)) for x in (hidden[:, first - 1 : -1], tokens[:, first:])]
+        # In a piece of its own a label stands one column after its state.
+        states, labels = (
+            jnp.pad(x, ((0, 0), side, *((0, 0),) * (x.ndim - 2)))
+            for x, side in zip(cut, ((0, 1), (1, 0)), strict=True)
+        )
+        every = dataclasses.replace(pieces, rows=(*pieces.rows, *pieces.tokens))
+        out = _on_own_rows(head, every, 0)(pieces.by_rows(states), matrix, labels, pieces.fold(tau))
+        return jax.tree.map(
+            lambda x: jnp.pad(pieces.unfold(x[:, 1:])[:, : length - first], ((0, 0), (first, 0))),
+            out,
+        )
 
     return run
 
 
-def _on_own_rows(head: Callable[..., Any], placement: jax.NamedSharding) -> Callable[..., Any]:
+def _on_own_rows(head: Callable[..., Any], pieces: Pieces, start: int) -> Callable[..., Any]:
     """Every device takes its own rows and the whole width of the head.
 
     Left to the compiler, a head whose width is split is gathered anew for every block of tokens,
     and so is the sum of its gradient over devices. Here both happen once.
     """
-    rows = placement.spec[0] if placement.spec else None
-    names = rows if isinstance(rows, tuple) else (rows,) if rows else ()
-    devices: Any = placement.mesh
+    names, mesh = pieces.rows, pieces.mesh
+    head = functools.partial(head, start=start)
     if not names:
         return head
 
-    parts = math.prod(devices.shape[name] for name in names)
+    parts = math.prod(mesh.shape[name] for name in names)
 
     def run(hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: Any) -> Any:
         if tokens.shape[0] % parts:  # fewer rows than devices: right, but not fast
             return head(hidden, matrix, tokens, temperature)
         tau = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (tokens.shape[0], 1))
-        by_rows, whole, dtype = jax.P(rows), jax.P(), matrix.dtype
+        by_rows, whole, dtype = jax.P(names), jax.P(), matrix.dtype
         # XLA's CPU compiler aborts on a bfloat16 sum over devices whose other axes are the
         # compiler's ("Invalid binary instruction opcode copy"): there the gradient crosses wide.
-        if devices.devices.flat[0].platform == "cpu":
+        if mesh.devices.flat[0].platform == "cpu":
             matrix = matrix.astype(jnp.promote_types(dtype, jnp.float32))
-        context = jax.sharding.get_abstract_mesh()
         return jax.shard_map(
             lambda hidden, matrix, *rest: head(hidden, matrix.astype(dtype), *rest),
-            mesh=devices if context.empty else context,
+            mesh=mesh,
             in_specs=(by_rows, whole, by_rows, by_rows),
             out_specs=by_rows,
             axis_names=set(names),

@@ -236,12 +236,11 @@ def _gradients(
     return total, metrics_lib.stack_reduce(stacked)
 
 
-def _laid_out(tree: Any, shardings: Any) -> Any:
-    """The arrays where ``shardings`` puts them, on a mesh of either kind of axes."""
-    kinds = jax.tree.leaves(shardings)[0].mesh.axis_types
-    if jax.sharding.AxisType.Explicit in kinds:
-        return jax.sharding.reshard(tree, shardings)
-    return jax.lax.with_sharding_constraint(tree, shardings)
+def _laid_out(tree: Params, shardings: Any) -> Params:
+    """The tree where ``shardings`` puts it, under Auto and Explicit mesh axes."""
+    explicit = jax.sharding.AxisType.Explicit in jax.tree.leaves(shardings)[0].mesh.axis_types
+    place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    return jax.tree.map(place, tree, shardings)
 
 
 def split_rows(batch: Any, parts: int, group_size: int = 1) -> Any:

@@ -11,11 +11,15 @@ Knows axis names and shapes; no model, no loss.
     model = dataclasses.replace(model, placement=activation_sharding(layout, mesh))
 """
 
-from sharding.layouts import LAYOUTS, Layout, get_layout
+from sharding.files import get_layout, load_layouts, to_toml
+from sharding.layouts import LAYOUTS, LOGICAL_AXES, MESH_AXES, Layout
 from sharding.mesh import describe, make_mesh
+from sharding.paths import axes_by_path
+from sharding.reshard import Moved, reshard
 from sharding.rules import (
     activation_sharding,
     check_rows,
+    check_tokens,
     fitted,
     row_sharding,
     spec_for,
@@ -24,14 +28,22 @@ from sharding.rules import (
 
 __all__ = [
     "LAYOUTS",
+    "LOGICAL_AXES",
+    "MESH_AXES",
     "Layout",
+    "Moved",
     "activation_sharding",
+    "axes_by_path",
     "check_rows",
+    "check_tokens",
     "describe",
     "fitted",
     "get_layout",
+    "load_layouts",
     "make_mesh",
+    "reshard",
     "row_sharding",
     "spec_for",
+    "to_toml",
     "tree_shardings",
 ]

@@ -8,23 +8,26 @@ from typing import Any
 
 import jax
 
-from sharding.layouts import Layout
+from sharding.layouts import LOGICAL_AXES, Layout
 
 __all__ = [
     "activation_sharding",
     "check_rows",
+    "check_tokens",
     "fitted",
     "row_sharding",
     "spec_for",
     "tree_shardings",
 ]
 
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
 
 def spec_for(
     axes: tuple[str | None, ...],
     shape: tuple[int, ...],
     layout: Layout,
-    mesh: jax.sharding.Mesh,
+    mesh: Mesh,
     *,
     name: str = "tensor",
 ) -> jax.P:
@@ -41,8 +44,8 @@ def spec_for(
       A ``PartitionSpec`` as long as ``shape``.
 
     Raises:
-      ValueError: if ranks differ, a dimension does not divide its mesh axis, or two dimensions
-        land on one mesh axis.
+      ValueError: if ranks differ, an axis has an unknown name, a dimension does not divide over its
+        mesh axes, two dimensions land on one mesh axis, or the mesh lacks one.
 
     >>> import jax, sharding
     >>> layout = sharding.get_layout("fsdp")
@@ -54,29 +57,64 @@ def spec_for(
         raise ValueError(
             f"{name}: {len(axes)} logical axes {axes} for {len(shape)} dimensions {shape}"
         )
-    spec: list[str | None] = []
+    taken: dict[str, tuple[str | None, int]] = {}
+    spec: list[Any] = []
     for axis, size in zip(axes, shape, strict=True):
-        target = layout.rules.get(axis) if axis is not None else None
-        if target is not None and size % mesh.shape[target]:
+        if axis is not None and axis not in LOGICAL_AXES and axis not in layout.rules:
             raise ValueError(
-                f"{name}: axis {axis!r} has size {size}, which mesh axis {target!r} of size "
-                f"{mesh.shape[target]} (layout {layout.name!r}) does not divide; use another "
-                f"layout, or a {target!r} size that divides {size}"
+                f"{name}: unknown logical axis {axis!r}; use one of {', '.join(LOGICAL_AXES)}, "
+                f"or give layout {layout.name!r} a rule for it (() leaves it whole)"
             )
-        if target is not None and target in spec:
-            raise ValueError(
-                f"{name}: layout {layout.name!r} puts two axes of {axes} on mesh axis "
-                f"{target!r}; drop one of its rules"
-            )
-        spec.append(target)
+        over = layout.targets(axis)
+        parts = _parts(over, layout, mesh)
+        if size % parts:
+            raise ValueError(f"{name}: {_indivisible(axis, size, over, parts, layout)}")
+        for target in over:
+            if target in taken:
+                other, length = taken[target]
+                raise ValueError(
+                    f"{name}: layout {layout.name!r} puts two axes, {other!r} of size {length} and "
+                    f"{axis!r} of size {size}, on mesh axis {target!r}; drop one of its rules"
+                )
+            taken[target] = (axis, size)
+        spec.append(_entry(over))
     return jax.P(*spec)
+
+
+def _entry(over: tuple[str, ...]) -> Any:
+    """One dimension of a PartitionSpec."""
+    return None if not over else over[0] if len(over) == 1 else over
+
+
+def _parts(over: tuple[str, ...], layout: Layout, mesh: Mesh) -> int:
+    """Into how many parts these mesh axes split."""
+    for axis in over:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"layout {layout.name!r} splits over mesh axis {axis!r}, and the mesh has only "
+                f"{', '.join(mesh.shape)}; build it by make_mesh(layout)"
+            )
+    return math.prod(mesh.shape[axis] for axis in over)
+
+
+def _indivisible(
+    axis: str | None, size: int, over: tuple[str, ...], parts: int, layout: Layout
+) -> str:
+    where = " × ".join(map(repr, over))
+    heads = ", or sharding.fitted, which leaves heads whole" if axis in _HEADS else ""
+    return (
+        f"axis {axis!r} has size {size}, which mesh axis {where} of size {parts} (layout "
+        f"{layout.name!r}) does not divide; use another layout, or a {where} size that divides "
+        f"{size}{heads}"
+    )
 
 
 def tree_shardings(axes: Any, tree: Any, layout: Layout, mesh: jax.sharding.Mesh) -> Any:
     """Shardings for a whole parameter tree.
 
     Args:
-      axes: the tree's structure with a tuple of logical axis names in each leaf's place.
+      axes: the tree's structure with a tuple of logical axis names in each leaf's place: a model's
+        ``logical_axes()``, or :func:`sharding.axes_by_path` of any other tree.
       tree: arrays or ``ShapeDtypeStruct``; ``None`` leaves stay None.
       layout: rules from logical to mesh axes.
       mesh: where to.
@@ -115,11 +153,14 @@ def activation_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> jax.NamedSha
     """The sharding of activations ``[rows, tokens, heads, width]``, for ``Decoder(placement=…)``.
 
     Args:
-      layout: names the mesh axes that split rows, and the one that splits heads.
+      layout: names the mesh axes that split rows, those that split tokens, and those of heads.
       mesh: where to.
 
     Returns:
       A ``NamedSharding``; heads are split where the layout splits those of queries and of keys.
+
+    Raises:
+      ValueError: if one mesh axis splits heads and also rows or tokens.
 
     >>> import jax, sharding
     >>> layout = sharding.get_layout("fsdp_tensor")
@@ -127,13 +168,20 @@ def activation_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> jax.NamedSha
     >>> activation_sharding(layout, mesh).spec == jax.P("fsdp", None, "tensor")
     True
     """
-    heads = layout.rules.get("heads")
-    if layout.rules.get("kv_heads") != heads:
-        heads = None
-    return jax.NamedSharding(mesh, jax.P(layout.rows or None, None, heads))
+    heads = layout.targets("heads")
+    if layout.targets("kv_heads") != heads:
+        heads = ()
+    for what, over in (("rows", layout.rows), ("tokens", layout.tokens)):
+        if both := set(heads) & set(over):
+            raise ValueError(
+                f"activations: layout {layout.name!r} puts heads and {what} on mesh axis "
+                f"{min(both)!r}; drop it from one of them"
+            )
+    spec = jax.P(layout.rows or None, layout.tokens or None, _entry(heads))
+    return jax.NamedSharding(mesh, spec)
 
 
-def check_rows(rows: int, layout: Layout, mesh: jax.sharding.Mesh, *, name: str = "rows") -> None:
+def check_rows(rows: int, layout: Layout, mesh: Mesh, *, name: str = "rows") -> None:
     """Check that a number of rows divides over the layout's row axes.
 
     Args:
@@ -149,15 +197,44 @@ def check_rows(rows: int, layout: Layout, mesh: jax.sharding.Mesh, *, name: str 
     >>> layout = sharding.get_layout("dp")
     >>> check_rows(3, layout, sharding.make_mesh(layout, jax.devices()[:1]))
     """
-    parts = math.prod(mesh.shape[axis] for axis in layout.rows)
-    if rows % parts:
+    _check_count(rows, layout.rows, layout, mesh, name)
+
+
+def check_tokens(tokens: int, layout: Layout, mesh: Mesh, *, name: str = "tokens") -> None:
+    """Check that a row's length divides over the layout's token axes.
+
+    A decoder fills other lengths up, at the cost of the filling.
+
+    Args:
+      tokens: the length of a row.
+      layout: names the mesh axes that split tokens.
+      mesh: gives their sizes.
+      name: what the tokens are, for the message.
+
+    Raises:
+      ValueError: naming the count, the axes and their size.
+
+    >>> import jax, sharding
+    >>> layout = sharding.get_layout("sequence")
+    >>> mesh = jax.sharding.AbstractMesh((2, 4), ("fsdp", "sequence"))
+    >>> check_tokens(4096, layout, mesh)
+    """
+    _check_count(tokens, layout.tokens, layout, mesh, name)
+
+
+def _check_count(count: int, over: tuple[str, ...], layout: Layout, mesh: Mesh, name: str) -> None:
+    parts = _parts(over, layout, mesh)
+    if count % parts:
         raise ValueError(
-            f"{name}: {rows} do not divide over {' × '.join(layout.rows)} = {parts} devices of "
+            f"{name}: {count} do not divide over {' × '.join(over)} = {parts} devices of "
             f"layout {layout.name!r}; use a multiple of {parts} or another layout"
         )
 
 
-def fitted(layout: Layout, config: Any, mesh: jax.sharding.Mesh) -> Layout:
+_HEADS = ("heads", "kv_heads")
+
+
+def fitted(layout: Layout, config: Any, mesh: Mesh) -> Layout:
     """The layout without the rules for heads that its mesh cannot split evenly.
 
     Key and value heads are few: over a wider ``tensor`` axis they stay whole, as do the weights
@@ -171,6 +248,9 @@ def fitted(layout: Layout, config: Any, mesh: jax.sharding.Mesh) -> Layout:
     Returns:
       The layout itself, or one with fewer rules.
 
+    Raises:
+      ValueError: if the mesh lacks an axis of the layout.
+
     >>> import jax, types, sharding
     >>> layout = sharding.get_layout("tensor")
     >>> mesh = jax.sharding.AbstractMesh((16,), ("tensor",))
@@ -182,6 +262,6 @@ def fitted(layout: Layout, config: Any, mesh: jax.sharding.Mesh) -> Layout:
     rules = {
         axis: target
         for axis, target in layout.rules.items()
-        if counts.get(axis, 0) % mesh.shape[target] == 0
+        if counts.get(axis, 0) % _parts(layout.targets(axis), layout, mesh) == 0
     }
     return layout if rules == layout.rules else dataclasses.replace(layout, rules=rules)

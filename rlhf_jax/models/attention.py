@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax._token_pieces import Pieces
+
 Array = jax.Array
 
 NEGATIVE = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a fully masked row stays finite
@@ -112,7 +114,9 @@ def merge(parts: list[Partial]) -> Array:
     return out / total
 
 
-def masked_attention(q: Array, k: Array, v: Array, mask: Array, split: int = 0) -> Array:
+def masked_attention(
+    q: Array, k: Array, v: Array, mask: Array, split: int = 0, *, together: bool = False
+) -> Array:
     """softmax(q·kᵀ/√H + mask)·v with scores and softmax in float32.
 
     Args:
@@ -122,6 +126,8 @@ def masked_attention(q: Array, k: Array, v: Array, mask: Array, split: int = 0) 
         finite (a mean over keys), never NaN.
       split: static; keys before it (prompts) and from it on (completions) are summed apart, and
         queries before it read no later keys; 0 for one sum.
+      together: static; compute all queries at once, for those that several devices share. They sum
+        in the same order.
 
     Returns:
       ``[B, T, N, H]`` in the dtype of q.
@@ -136,7 +142,10 @@ def masked_attention(q: Array, k: Array, v: Array, mask: Array, split: int = 0) 
         return partial_softmax(grouped[..., queries, :], part, values, valid)
 
     prompt, completion = slice(0, split), slice(split, None)
-    if 0 < split < k.shape[2]:  # no prompt reads its completion
+    everyone = slice(None)
+    if together and 0 < split < k.shape[2]:
+        out = merge([over(everyone, prompt), over(everyone, completion)])
+    elif 0 < split < k.shape[2]:  # no prompt reads its completion
         out = jnp.concatenate(
             (
                 merge([over(prompt, prompt)]),
@@ -145,8 +154,30 @@ def masked_attention(q: Array, k: Array, v: Array, mask: Array, split: int = 0) 
             axis=-2,
         )
     else:
-        out = merge([over(slice(None), slice(None))])
+        out = merge([over(everyone, everyone)])
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def attention_in_pieces(
+    pieces: Pieces, q: Array, k: Array, v: Array, mask: Array, split: int = 0
+) -> Array:
+    """:func:`masked_attention` of rows cut into pieces: keys and values are gathered, not queries.
+
+    Args:
+      pieces: which devices hold what.
+      q: ``[B·S, T/S, N, H]``.
+      k, v: ``[B·S, T/S, K, H]``.
+      mask: bool ``[B, T, T]``.
+      split: as there.
+
+    Returns:
+      ``[B·S, T/S, N, H]`` in the dtype of q.
+    """
+    rows, tokens, heads = pieces.rows or None, pieces.tokens, pieces.heads
+    q = pieces.place(pieces.unfold(q), rows, tokens, heads)
+    k, v = (pieces.place(pieces.unfold(x), rows, None, heads) for x in (k, v))
+    out = masked_attention(q, k, v, mask, split, together=True)
+    return pieces.fold(pieces.place(out, rows, tokens, heads))
 
 
 def attention_inputs(

@@ -26,14 +26,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rlhf_jax._token_pieces import Pieces
 from rlhf_jax.models import cache as caching
 from rlhf_jax.models import kernels, shared_prompts
-from rlhf_jax.models.attention import attention_inputs, masked_attention, within
+from rlhf_jax.models.attention import (
+    attention_in_pieces,
+    attention_inputs,
+    masked_attention,
+    within,
+)
 from rlhf_jax.models.cache import Cache, Prefix
 from rlhf_jax.models.config import DecoderConfig
 from rlhf_jax.models.decoding import decode_layers
 from rlhf_jax.models.entry import check_decode, check_entry, check_shapes
-from rlhf_jax.models.explicit import auto_inside, like_rows, mesh_here, placed, sharded_as
+from rlhf_jax.models.explicit import auto_inside, like_rows, placed, sharded_as
 from rlhf_jax.models.layers import (
     Attend,
     Block,
@@ -74,16 +80,18 @@ class Decoder:
       attention: how :meth:`hidden` attends: ``"xla"``, or by a fused kernel that holds no scores,
         ``"splash"`` (TPU), ``"cudnn"`` (GPU) or ``"auto"``; see :mod:`rlhf_jax.models.kernels`.
       placement: ``NamedSharding`` of the learner's activations ``[rows, tokens, heads, width]``,
-        e.g. ``NamedSharding(mesh, P("fsdp", None, "tensor"))``; rows and heads may be split. With
-        it every layer's input lies by its rows, so that devices gather weights and not each other's
-        activations, a kernel runs on each device's part, and the log-probs of a device's rows
-        gather the head once (where the rows divide over the devices). None leaves it all to the
+        e.g. ``NamedSharding(mesh, P("fsdp", None, "tensor"))``; all but the width may be split.
+        With it every layer's input lies by its rows, so that devices gather weights and not each
+        other's activations, a kernel runs on each device's part, and the log-probs of a device's
+        rows gather the head once (where the rows divide over the devices). If it splits tokens,
+        each device has a part of each of its rows, and gathers only their keys and values: for
+        rows too long for one device. Attention is then ``"xla"``. None leaves it all to the
         compiler: right for one device, and for layouts that do not split the weights' embedding
         axis.
 
     Raises:
       ValueError: stacks that do not sum to the layers, an unknown remat, cache dtype or kernel, or
-        a placement that splits tokens or width.
+        a placement that splits the width, or tokens for a kernel that reads whole rows.
 
     >>> import jax, jax.numpy as jnp, rlhf_jax as rl
     >>> config = rl.models.DecoderConfig(
@@ -114,7 +122,7 @@ class Decoder:
             raise ValueError(f"remat: got {self.remat!r}; choose one of {REMAT}")
         kernels.check(self.attention, self.dtype, self.config.windows is not None)
         if self.placement is not None:
-            kernels.check_placement(self.placement)
+            kernels.check_placement(self.placement, self.attention)
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", np.dtype(self.kv_dtype))
             if self.kv_dtype.name not in _KV_DTYPES:
@@ -225,7 +233,8 @@ class Decoder:
             round as the sampler's.
           group_size: static; that many neighbouring rows have the same prompt in the columns before
             ``split``. Each prompt is then computed once, not in every row: the same result for
-            less. Not with packed rows, nor by a fused kernel (``"auto"`` takes ``"xla"``).
+            less. Not with packed rows, nor by a fused kernel (``"auto"`` takes ``"xla"``). Where
+            the placement splits tokens, every row computes its prompt all the same.
 
         Returns:
           ``[B, T, D]`` in the compute dtype. Padding has finite, meaningless values.
@@ -246,14 +255,21 @@ class Decoder:
 
         packed = segment_ids is not None
         shared_prompts.check(batch, length, split, group_size, packed, self.attention)
-        fold = functools.partial(shared_prompts.fold, split=split, group_size=group_size)
+        pieces = Pieces.of(self.placement)
+        group_size = 1 if pieces.count > 1 else group_size
+
+        def fold(x: Array) -> Array:
+            return pieces.fold(shared_prompts.fold(x, split, group_size))
 
         def run(params: Params, source: Array, given: tuple[Any, Any, Any]) -> Array:
+            source, *given = map(pieces.fill, (source, *given))
+            shape = source.shape[:2]
+            mask, where, places = attention_inputs(*shape, *given)
+            mask = pieces.by_tokens(mask)
             source = fold(source)
             x = self._embed(params, source) if inputs is None else source.astype(self.dtype)
-            mask, where, places = attention_inputs(batch, length, *given)
             kernel = "xla" if group_size > 1 else kernels.choose(self)
-            ids = kernels.segments(given[0], given[2], (batch, length))
+            ids = kernels.segments(given[0], given[2], shape)
 
             def attend(window: Any, q: Array, k: Array, v: Array) -> tuple[Array, None]:
                 if kernel == "splash":
@@ -261,12 +277,15 @@ class Decoder:
                 if kernel == "cudnn":
                     return kernels.cudnn(q, k, v, mask), None
                 reads = within(mask, places, window)
+                if pieces.count > 1:
+                    return attention_in_pieces(pieces, q, k, v, reads, split), None
                 return shared_prompts.attention(q, k, v, reads, split, group_size), None
 
             part = slice(from_stack, to_stack)
-            x, _ = self._run(params["layers"], x, fold(where), attend, part, self._by_rows)
+            x, _ = self._run(params["layers"], x, fold(where), attend, part, pieces.by_rows)
             x = self._final_norm(params, x) if to_stack == len(params["layers"]) else x
-            return shared_prompts.unfold(x, split, group_size)
+            x = pieces.unfold(shared_prompts.unfold(x, split, group_size))
+            return x if x.shape[1] == length else x[:, :length]
 
         given = (attention_mask, positions, segment_ids)
         return auto_inside(run, lambda: like_rows(source, 0, 1), source, params, source, given)
@@ -403,14 +422,6 @@ class Decoder:
         return self._final_norm(params, x), cache
 
     # parts
-
-    def _by_rows(self, x: Array) -> Array:
-        """The residual stream ``[B, T, D]`` where ``placement`` puts its rows."""
-        if self.placement is None:
-            return x
-        mesh = mesh_here(self.placement.mesh)
-        where = jax.NamedSharding(mesh, jax.P(*self.placement.spec[:1]))
-        return jax.lax.with_sharding_constraint(x, where)
 
     def _embed(self, params: Params, tokens: Array) -> Array:
         return jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip").astype(self.dtype)

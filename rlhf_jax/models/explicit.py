@@ -14,7 +14,7 @@ import jax
 
 from rlhf_jax import checks
 
-__all__ = ["auto_inside", "like_rows", "mesh_here", "placed", "rows_of", "sharded_as"]
+__all__ = ["auto_inside", "like_rows", "placed", "rows_of", "sharded_as"]
 
 
 def _sharding(array: Any) -> Any:
@@ -59,12 +59,6 @@ def rows_of(array: Any) -> Any:
 def placed(tree: Any) -> Any:
     """The shardings of a tree of arrays."""
     return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)
-
-
-def mesh_here(mesh: Any) -> Any:
-    """The mesh of a placement as it is inside :func:`auto_inside`, where its axes are Auto."""
-    context = jax.sharding.get_abstract_mesh()
-    return mesh if context.empty else context
 
 
 def auto_inside(function: Callable[..., Any], out: Any, like: Any, *args: Any) -> Any:

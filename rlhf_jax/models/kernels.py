@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.explicit import mesh_here
+from rlhf_jax._token_pieces import Pieces
 
 Array = jax.Array
 
@@ -33,6 +33,8 @@ def choose(model: Any) -> str:
     if model.attention != "auto":
         return model.attention
     backend, windowed = jax.default_backend(), model.config.windows is not None
+    if split_tokens(model.placement):
+        return "xla"
     if backend == "gpu" and model.dtype == jnp.bfloat16 and not windowed:
         return "cudnn"
     placed = jax.device_count() == 1 or model.placement is not None
@@ -58,11 +60,17 @@ def check(attention: str, dtype: Any, windowed: bool) -> None:
         )
 
 
-def check_placement(placement: Any) -> None:
-    """Refuse what is no sharding of ``[rows, tokens, heads, width]`` by rows and heads.
+def split_tokens(placement: Any) -> bool:
+    """Whether a placement splits the tokens of a row over devices."""
+    return Pieces.of(placement).count > 1
+
+
+def check_placement(placement: Any, attention: str) -> None:
+    """Refuse what is no sharding of ``[rows, tokens, heads, width]`` by the first three.
 
     Raises:
-      ValueError: no ``NamedSharding``, or one that splits tokens or width.
+      ValueError: no ``NamedSharding``, one that splits the width, or one that splits tokens, for a
+        kernel that reads whole rows.
     """
     spec = getattr(placement, "spec", None)
     if not isinstance(placement, jax.NamedSharding) or spec is None:
@@ -70,10 +78,15 @@ def check_placement(placement: Any) -> None:
             f"placement: got {placement!r}; give a NamedSharding of [rows, tokens, heads, width], "
             'e.g. NamedSharding(mesh, P("fsdp", None, "tensor"))'
         )
-    if len(spec) > 4 or any(axis is not None for axis in (*spec[1:2], *spec[3:])):
+    if len(spec) > 4 or any(axis is not None for axis in spec[3:]):
         raise ValueError(
-            f"placement: {spec} splits tokens or width; only the first axis (rows) and the third "
-            "(heads) of [rows, tokens, heads, width] can be split"
+            f"placement: {spec} splits the width; only the first three axes (rows, tokens, heads) "
+            "of [rows, tokens, heads, width] can be split"
+        )
+    if split_tokens(placement) and attention in ("splash", "cudnn"):
+        raise ValueError(
+            f"placement: {spec} splits tokens, and attention={attention!r} reads whole rows; use "
+            "attention='xla', or a layout that does not split tokens"
         )
 
 
@@ -121,7 +134,7 @@ def splash(q: Array, k: Array, v: Array, ids: Array, placement: Any = None) -> A
         wide, rows = placement.spec, jax.P(*placement.spec[:1])
         run = jax.shard_map(
             run,
-            mesh=mesh_here(placement.mesh),
+            mesh=placement.mesh,
             in_specs=(wide, wide, wide, rows),
             out_specs=wide,
             check_vma=False,

@@ -82,16 +82,6 @@ def test_the_compiler_alone_moves_rows():
     assert [one for one in carried(found, {LENGTH}) if one.times > 1]
 
 
-def one_device(*axes):
-    return jax.NamedSharding(jax.make_mesh((1,), ("fsdp",)), jax.P(*axes))
-
-
-@pytest.mark.parametrize("axes", [(None, "fsdp"), (None, None, None, "fsdp"), (None,) * 5])
-def test_a_placement_that_splits_tokens_or_width_is_refused(axes):
-    with pytest.raises(ValueError, match=r"placement: .* splits tokens or width"):
-        dataclasses.replace(MODEL, placement=one_device(*axes))
-
-
 def test_a_placement_is_a_sharding():
     with pytest.raises(ValueError, match=r"placement: got .*fsdp.*; give a NamedSharding"):
         dataclasses.replace(MODEL, placement=jax.P("fsdp"))
