@@ -62,4 +62,5 @@ def misplaced(tree: Any, shardings: Any) -> list[str]:
 
 
 def _spec(at: Any) -> str:
-    return str(getattr(at, "spec", at))
+    spec = getattr(at, "spec", None)
+    return str(at if spec is None else tuple(spec))

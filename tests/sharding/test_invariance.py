@@ -7,6 +7,7 @@ layout's rules put it: an array that a rule splits is nowhere whole.
 
 import dataclasses
 import functools
+import itertools
 import math
 import types
 
@@ -24,15 +25,19 @@ from sharding._benchmark_placement import misplaced, whole
 PROMPTS, GROUP, WIDTH, NEW = 8, 2, 6, 10
 STOP = (3, 11, 40)
 OPTIMIZER = optax.adam(1e-3, b1=0.5)
-# With two layouts and one family in every run: they take all paths that differ.
-QUICK = {("qwen3", "fsdp_tensor", "Explicit"), ("qwen3", "fsdp", "Auto")}
-CASES = [
-    pytest.param(family, layout, kind, marks=[] if (family, layout, kind) in QUICK else SLOW)
-    for SLOW in [pytest.mark.slow]
-    for family in parity.families()
-    for layout in sharding.LAYOUTS
-    for kind in ("Auto", "Explicit")
-]
+# One family and two layouts in every run; test_sharded.py and test_engine_sharded.py sample in it.
+QUICK = {("qwen3", "fsdp_tensor", "Explicit"), ("qwen3", "hsdp", "Auto")}
+
+
+def cases(quick=frozenset()):
+    """All families under all layouts and kinds of mesh axes, most of them in the slow run."""
+    return pytest.mark.parametrize(
+        ("family", "layout", "kind"),
+        [
+            pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow])
+            for case in itertools.product(parity.families(), sharding.LAYOUTS, ("Auto", "Explicit"))
+        ],
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,25 +84,30 @@ def prompts():
     return tokens, np.arange(WIDTH) < np.array([6, 3, 1, 5, 6, 2, 4, 6])[:, None]
 
 
-def batch_of(rollout):
-    """The reference's rollout with random advantages and earlier log-probs near its own."""
-    random = np.random.default_rng(2)
-    shape = rollout.tokens.shape
-    rows, log_probs = shape[0], np.asarray(rollout.log_probs)
-    old, ref = (log_probs + random.normal(0, x, shape).astype(np.float32) for x in (0.2, 0.5))
-    total = rl.masked.denominator(rollout.mask, "token_mean")
-    return rl.Batch(
-        tokens=rollout.tokens,
-        mask=rollout.mask,
-        attention_mask=rollout.attention_mask,
-        group_ids=rollout.group_ids,
+def batch_of(model, params):
+    """Ragged rows with random advantages and earlier log-probs near the model's; and its logits."""
+    random, rows, length = np.random.default_rng(2), PROMPTS * GROUP, WIDTH + NEW
+    tokens = random.integers(0, 64, (rows, length)).astype(np.int32)
+    begins, ends = random.integers(0, WIDTH, rows), random.integers(WIDTH, length + 1, rows)
+    column = np.arange(length)
+    real = (column >= begins[:, None]) & (column < ends[:, None])
+    mask = real & (column >= WIDTH)
+    logits = jax.jit(model.logits)(params, tokens, attention_mask=real)
+    now = np.asarray(rl.logprobs.token_log_probs(logits, tokens))
+    old, ref = (now + random.normal(0, x, now.shape).astype(np.float32) for x in (0.2, 0.5))
+    batch = rl.Batch(
+        tokens=tokens,
+        mask=mask,
+        attention_mask=real,
+        group_ids=np.arange(rows) // GROUP,
         advantages=random.normal(size=rows).astype(np.float32),
         old_log_probs=old,
-        sampler_log_probs=log_probs,
+        sampler_log_probs=old,
         ref_log_probs=ref,
-        denominator=jnp.broadcast_to(total, (rows,)),
-        start=rollout.start,
+        denominator=np.full(rows, mask.sum(), np.float32),
+        start=WIDTH,
     )
+    return batch, np.asarray(logits)
 
 
 def loss_fn(output, batch):
@@ -148,17 +158,20 @@ def learned(model, params, batch, micro_batches=1, places=None):
 
 
 @functools.cache
-def reference(family):
-    """What one device gives."""
+def learner_reference(family):
+    """What one device learns."""
     model, params = model_of(family), params_of(family)
-    rollout = jax.device_get(rollout_of(model, params, *prompts()))
-    assert 0 < rollout.terminated.sum() < PROMPTS * GROUP, "some rows stop, some are cut"
-    batch = batch_of(rollout)
-    logits = jax.jit(model.logits)(params, batch.tokens, attention_mask=batch.attention_mask)
+    batch, logits = batch_of(model, params)
     found = learned(model, params, batch)
-    return types.SimpleNamespace(
-        rollout=rollout, batch=batch, logits=np.asarray(logits), loss=found.loss, grads=found.grads
-    )
+    return types.SimpleNamespace(batch=batch, logits=logits, loss=found.loss, grads=found.grads)
+
+
+@functools.cache
+def sampler_reference(family):
+    """What one device samples."""
+    rollout = jax.device_get(rollout_of(model_of(family), params_of(family), *prompts()))
+    assert 0 < rollout.terminated.sum() < PROMPTS * GROUP, "some rows stop, some are cut"
+    return rollout
 
 
 class Placed:
@@ -167,9 +180,7 @@ class Placed:
     def __init__(self, family, name, kind, placement=True):
         model = model_of(family)
         layout = sharding.get_layout(name)
-        mesh = sharding.make_mesh(layout)
-        kinds = (getattr(jax.sharding.AxisType, kind),) * len(mesh.axis_names)
-        self.mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+        self.mesh = sharding.make_mesh(layout, explicit=kind == "Explicit")
         self.layout = sharding.fitted(layout, model.config, self.mesh)
         self.axes = model.logical_axes()
         self.places = sharding.tree_shardings(self.axes, model.shapes(), self.layout, self.mesh)
@@ -185,8 +196,8 @@ class Placed:
 
     def parts(self, names):
         """Into how many parts the rules split an array with these logical axes."""
-        rules = [self.layout.rules.get(name) for name in names]
-        return math.prod(self.mesh.shape[axis] for axis in rules if axis)
+        axes = [axis for name in names for axis in self.layout.targets(name)]
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def row_parts(self):
@@ -238,16 +249,34 @@ def check_learner(placed, want):
         check_places(placed, tree)
 
 
-def check_sampler(placed, want):
+@pytest.mark.long
+@pytest.mark.fault(57, 58)
+@cases(QUICK)
+def test_a_train_step_is_the_same(family, layout, kind):
+    check_learner(Placed(family, layout, kind), learner_reference(family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "fsdp_tensor", "hsdp"])
+def test_explicit_axes_need_no_placement(layout):
+    placed = Placed("llama", layout, "Explicit", placement=False)
+    check_learner(placed, learner_reference("llama"))
+
+
+@cases()
+def test_generate_samples_the_same_tokens(family, layout, kind):
+    placed, want = Placed(family, layout, kind), sampler_reference(family)
     rollout = rollout_of(placed.model, placed.params, *placed.rows(prompts()))
     for field in ("tokens", "mask", "lengths", "terminated"):
-        np.testing.assert_array_equal(getattr(rollout, field), getattr(want.rollout, field))
-    np.testing.assert_allclose(rollout.log_probs, want.rollout.log_probs, atol=1e-5)
+        np.testing.assert_array_equal(getattr(rollout, field), getattr(want, field))
+    np.testing.assert_allclose(rollout.log_probs, want.log_probs, atol=1e-5)
     for field in ("tokens", "mask", "log_probs", "lengths"):
         assert share(getattr(rollout, field)) == placed.row_parts, field
 
 
-def check_engine(placed, want):
+@cases()
+def test_the_engine_samples_the_same_tokens(family, layout, kind):
+    placed, want = Placed(family, layout, kind), sampler_reference(family)
     server = rl.sampling.Engine(
         placed.model,
         placed.params,
@@ -262,18 +291,22 @@ def check_engine(placed, want):
         server.submit(tokens[mask], key=jax.random.key(5), **options)
     groups = {group.request: group for group in server}
     found = [row.tokens.tolist() for i in range(PROMPTS) for row in groups[i].rows]
-    tokens, mask = want.rollout.tokens, want.rollout.mask
-    assert found == [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
+    expected = zip(want.tokens, want.mask, strict=True)
+    assert found == [row[mask].tolist() for row, mask in expected]
     cache = server._pool._state.rows.cache
     for leaf in jax.tree.leaves((cache.keys, cache.values, cache.prefix.keys, cache.prefix.values)):
         assert share(leaf) == placed.row_parts * placed.parts(["kv_heads"])
 
 
-@pytest.mark.long
-@pytest.mark.fault(57)
-@pytest.mark.parametrize(("family", "layout", "kind"), CASES)
-def test_a_layout_changes_nothing(family, layout, kind):
-    placed, want = Placed(family, layout, kind), reference(family)
-    check_sampler(placed, want)
-    check_learner(placed, want)
-    check_engine(placed, want)
+def test_whole_names_what_every_device_holds():
+    """Or the tests above would see no replication."""
+    placed = Placed("llama", "fsdp", "Auto")
+    everywhere = jax.NamedSharding(placed.mesh, jax.P())
+    weight = placed.params["embed"]["weight"]
+    whole_one, small = (jax.device_put(x, everywhere) for x in (weight, jnp.ones(2)))
+    tree = {"split": weight, "whole": whole_one, "small": small}
+    assert whole(tree) == {"small": 8, "whole": 64 * 32 * 4}
+    assert whole(tree, least=9) == {"whole": 64 * 32 * 4}
+    lying = "whole [64, 32] lies as (), not as (None, 'fsdp')"
+    two = {"split": weight, "whole": whole_one}
+    assert misplaced(two, dict.fromkeys(two, weight.sharding)) == [lying]
