@@ -7,7 +7,11 @@ from typing import Any
 
 import jax
 
-__all__ = ["misplaced", "whole"]
+__all__ = ["DisagreementError", "misplaced", "whole"]
+
+
+class DisagreementError(RuntimeError):
+    """Two layouts computed different things, or one left an array where it should not lie."""
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

@@ -18,7 +18,7 @@ import optax
 import rlhf_jax as rl
 import sharding
 from rlhf_jax.models.explicit import rows_of
-from sharding._benchmark_placement import misplaced
+from sharding._benchmark_placement import DisagreementError, misplaced
 
 __all__ = ["Outcome", "Placed", "Programs", "Sizes", "compile_all", "place"]
 
@@ -67,8 +67,9 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A model and a train state's shardings under one layout."""
+    """A model and a train state's shardings under one layout; ``name`` is the layout's flag."""
 
+    name: str
     layout: sharding.Layout
     mesh: jax.sharding.Mesh
     model: rl.models.Decoder
@@ -133,7 +134,13 @@ def place(
     optimizer = optax.adamw(1e-5)
     states = rl.train_step.state_shardings(shapes, optimizer, where)
     return Placed(
-        layout=layout, mesh=mesh, model=model, states=states, optimizer=optimizer, sizes=sizes
+        name=layout.name,
+        layout=layout,
+        mesh=mesh,
+        model=model,
+        states=states,
+        optimizer=optimizer,
+        sizes=sizes,
     )
 
 
@@ -212,15 +219,16 @@ class Programs:
         """Run everything once, from the same weights under every layout.
 
         Raises:
-          RuntimeError: the step has left an array where the layout does not want it.
+          DisagreementError: the step has left an array where the layout does not want it.
         """
         state = self.start()
         rollout = self.sample(self.publish(state.params))
         tokens = _fetch(rollout.tokens)[:, rollout.start :]
         state, metrics = self.train(state, self.batch)
         if wrong := misplaced(state, self.placed.states):
-            name = self.placed.layout.name
-            raise RuntimeError(f"layout {name!r}: after a step {wrong[0]} ({len(wrong)} arrays)")
+            raise DisagreementError(
+                f"layout {self.placed.name!r}: after a step {wrong[0]} ({len(wrong)} arrays)"
+            )
         found = rl.metrics.compute(metrics)
         loss, norm = (float(found[name]) for name in ("policy/loss", "optim/grad_norm"))
         return Outcome(loss=loss, grad_norm=norm, tokens=tokens)
@@ -284,7 +292,8 @@ def compile_all(placed: Placed, *, seed: int = 0) -> Programs:
     given, static = _sampler_arguments(placed, host, seed)
     sampler: Any = importlib.import_module("rlhf_jax.sampling.generate")
     decode = sampler._generate.lower(model, params, *given, **static).compile()
-    memory = {"train": _memory(train), "decode": _memory(decode)}
+    platform = placed.mesh.devices.flat[0].platform
+    memory = {"train": _memory(train, platform), "decode": _memory(decode, platform)}
     return Programs(
         placed=placed,
         start=start,
@@ -323,16 +332,18 @@ def _sampler_arguments(
     return given, static
 
 
-def _memory(compiled: Any) -> dict[str, int]:
+def _memory(compiled: Any, platform: str) -> dict[str, int]:
     """Bytes on one device, by the compiler's plan; empty where the backend has none."""
     plan = compiled.memory_analysis()
     if plan is None:
         return {}
     held = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-    peak = getattr(plan, "peak_memory_in_bytes", 0) or held + plan.temp_size_in_bytes
+    everything = held + plan.temp_size_in_bytes
+    # A CPU's plan counts no temporaries in its peak.
+    peak = 0 if platform == "cpu" else getattr(plan, "peak_memory_in_bytes", 0)
     return {
         "arguments": plan.argument_size_in_bytes,
         "updated in place": plan.alias_size_in_bytes,
         "temporaries": plan.temp_size_in_bytes,
-        "peak": peak,
+        "peak": peak or everything,
     }

@@ -122,9 +122,11 @@ def plot(path: Path, record: Mapping[str, Any]) -> None:
         axes[2].bar(places, peaks, width=0.4, color=color, label=what)
     axes[2].set_xticks(range(len(names)), names)
     axes[2].set_title("peak memory of a device, MiB")
-    axes[2].legend()
+    axes[2].margins(y=0.25)
+    axes[2].legend(ncols=2)
     for axis in axes:
-        axis.tick_params(axis="x", rotation=30)
+        for label in axis.get_xticklabels():
+            label.set(rotation=30, ha="right")
     what = f"{record['devices']} × {record['device']}, {record['model']}"
     note = "REHEARSAL: times mean nothing for an accelerator\n" if record["rehearsal"] else ""
     figure.suptitle(note + what)

@@ -33,15 +33,12 @@ import numpy as np
 
 import sharding
 from sharding import _benchmark_report as report
+from sharding._benchmark_placement import DisagreementError
 
 __all__ = ["main"]
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _MEMORY = "RESOURCE_EXHAUSTED"
-
-
-class _DifferentError(RuntimeError):
-    """Two layouts computed different things."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,6 +91,10 @@ def _host_devices(count: int) -> None:
 
 def _model(args: argparse.Namespace) -> tuple[str, Any]:
     """The model's name in the output, and a decoder; no weights are read."""
+    try:
+        import rlhf_jax.models
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'rlhf-jax[models]'") from None
     import rlhf_jax as rl
 
     if args.model is None:
@@ -110,7 +111,9 @@ def _model(args: argparse.Namespace) -> tuple[str, Any]:
         name, path = args.model, Path(args.model).expanduser()
         source = path if path.exists() else rl.models.resolve(args.model)
         config = rl.models.DecoderConfig.from_hf(source)
-    return name, rl.models.Decoder(config, dtype=args.dtype, remat=args.remat)
+    model = rl.models.Decoder(config, dtype=args.dtype, remat=args.remat)
+    count = rl.partition.count(model.shapes())
+    return f"{name} ({count / 1e6:,.1f}M parameters)", model
 
 
 def _place_all(args: argparse.Namespace, model: Any) -> tuple[list[Any], dict[str, str]]:
@@ -131,9 +134,9 @@ def _place_all(args: argparse.Namespace, model: Any) -> tuple[list[Any], dict[st
     layouts = {name: sharding.get_layout(name) for name in names}
     placed, skipped = [], {}
     for name, layout in layouts.items():
-        layout = dataclasses.replace(layout, name=name)
         try:
-            placed.append(programs.place(model, layout, sizes, whole_heads=args.whole_heads))
+            one = programs.place(model, layout, sizes, whole_heads=args.whole_heads)
+            placed.append(dataclasses.replace(one, name=name))
         except ValueError as error:
             if len(layouts) == 1:
                 raise
@@ -149,7 +152,7 @@ def _compile_and_run_once(
 
     ready = []
     for one in placed:
-        name = one.layout.name
+        name = one.name
         _say(f"compiling and warming {name}: {sharding.describe(one.mesh)}")
         try:
             made = programs.compile_all(one, seed=seed)
@@ -170,21 +173,21 @@ def _check_same(ready: Sequence[tuple[Any, Any]], exact: bool) -> dict[str, int]
     (first, want), others = ready[0], {}
     bound = 1e-5 if exact else 2e-2
     for programs, found in ready:
-        names = f"layouts {first.placed.layout.name!r} and {programs.placed.layout.name!r}"
+        names = f"layouts {first.placed.name!r} and {programs.placed.name!r}"
         for what in ("loss", "grad_norm"):
             a, b = getattr(want, what), getattr(found, what)
             if not abs(a - b) <= bound * max(1.0, abs(a)):
-                raise _DifferentError(f"{names} do not agree: {what} {a:.8g} and {b:.8g}")
+                raise DisagreementError(f"{names} do not agree: {what} {a:.8g} and {b:.8g}")
         different = (want.tokens != found.tokens).any(axis=1)
         if exact and different.any():
             row = int(np.argmax(different))
             at = int(np.argmax(want.tokens[row] != found.tokens[row]))
-            raise _DifferentError(
+            raise DisagreementError(
                 f"{names} do not agree: {int(different.sum())} of {len(different)} rows of sampled "
                 f"tokens, the first of them row {row} from token {at} on "
                 f"({want.tokens[row, at]} and {found.tokens[row, at]})"
             )
-        others[programs.placed.layout.name] = int(different.sum())
+        others[programs.placed.name] = int(different.sum())
     return others
 
 
@@ -194,7 +197,7 @@ def _measure(ready: Sequence[tuple[Any, Any]], rounds: int, steps: int) -> list[
     for number in range(rounds):
         _say(f"round {number + 1} of {rounds}")
         # The first of a round is another one each time: none always follows the same.
-        for index in (np.arange(len(ready)) + number) % len(ready):
+        for index in ((number + i) % len(ready) for i in range(len(ready))):
             for what, seconds in ready[index][0].turn(steps).items():
                 took[index][what] += seconds
     return took
@@ -205,7 +208,7 @@ def _result(programs: Any, outcome: Any, took: dict[str, list[float]]) -> dict[s
     tokens = {"train": sizes.rows * (sizes.prompt + sizes.length)}
     tokens["decode"] = sizes.rows * sizes.length
     found: dict[str, Any] = {
-        "name": placed.layout.name,
+        "name": placed.name,
         "mesh": dict(placed.mesh.shape),
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
@@ -239,7 +242,7 @@ def _run(args: argparse.Namespace) -> None:
     if not ready:
         reasons = "; ".join(skipped.values())
         raise ValueError(f"none of the layouts can be measured: {reasons}")
-    precision = jax.config.jax_default_matmul_precision
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
     exact = args.dtype == "float32" and (rehearsal or precision in ("highest", "float32"))
     others = _check_same(ready, exact)
     took = _measure(ready, args.rounds, args.steps)
@@ -300,10 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         _run(_parser().parse_args(argv))
-    except (_DifferentError, ValueError, OSError, ImportError) as error:
+    except (DisagreementError, ValueError, OSError, ImportError) as error:
         message = " ".join(str(error).split())
         print(f"sharding.benchmark: {message}", file=sys.stderr)
-        return 1 if isinstance(error, _DifferentError) else 2
+        return 1 if isinstance(error, DisagreementError) else 2
     return 0
 
 
