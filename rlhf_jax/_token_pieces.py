@@ -92,6 +92,16 @@ class Pieces:
         names = (*self.rows, *self.tokens)
         return x if self.mesh is None else self.place(x, names or None)
 
+    def looked_up(self, x: Array) -> Array:
+        """The residual stream as a table whose width is split gives it.
+
+        Rows over several mesh axes, the width over the last of them: left to itself the compiler
+        holds all rows everywhere between the two.
+        """
+        if self.mesh is None or len(self.rows) < 2 or self.tokens:
+            return x
+        return self.place(x, self.rows[:-1], None, jax.P.UNCONSTRAINED)
+
     def by_tokens(self, x: Array) -> Array:
         """``[B, T, …]`` on the devices of its rows and tokens, if tokens are split."""
         return x if self.count == 1 else self.place(x, self.rows or None, self.tokens)

@@ -267,7 +267,10 @@ class Decoder:
             mask, where, places = attention_inputs(*shape, *given)
             mask = pieces.by_tokens(mask)
             source = fold(source)
-            x = self._embed(params, source) if inputs is None else source.astype(self.dtype)
+            if inputs is None:
+                x = pieces.looked_up(self._embed(params, source))
+            else:
+                x = source.astype(self.dtype)
             kernel = "xla" if group_size > 1 else kernels.choose(self)
             ids = kernels.segments(given[0], given[2], shape)
 

@@ -26,21 +26,21 @@ MODEL = rl.models.Decoder(
 )
 
 
-def collectives(layout, place):
+def collectives(layout, place, model=MODEL):
     """What one train step exchanges."""
     mesh = sharding.make_mesh(layout)
-    shapes = MODEL.shapes()
-    where = sharding.tree_shardings(MODEL.logical_axes(), shapes, layout, mesh)
+    shapes = model.shapes()
+    where = sharding.tree_shardings(model.logical_axes(), shapes, layout, mesh)
     optimizer = optax.adam(1e-3)
     states = rl.train_step.state_shardings(shapes, optimizer, where)
     state = jax.eval_shape(lambda p: rl.init_train_state(p, optimizer), shapes)
     rows = sharding.row_sharding(layout, mesh)
-    batch = update.step_shapes(MODEL, ROWS, LENGTH, START)
+    batch = update.step_shapes(model, ROWS, LENGTH, START)
     placement = sharding.activation_sharding(layout, mesh) if place else None
     each = ROWS // mesh.shape["fsdp"] if place else ROWS
     step = rl.make_train_step(
         rl.policy.from_decoder(
-            dataclasses.replace(MODEL, placement=placement),
+            dataclasses.replace(model, placement=placement),
             chunk_size=each * (LENGTH - START) // BLOCKS,
         ),
         update.grpo_loss_fn(kl_coef=0.1, clip=0.2),
@@ -73,6 +73,16 @@ def test_rows_stay_on_their_devices(name):
     parts = 1 if name == "fsdp" else 2
     head = carried(floats, {80 // parts})
     assert head and all(one.times == 1 for one in head), "once, not in every block of tokens"
+
+
+@pytest.mark.slow
+def test_rows_over_two_axes_are_nowhere_all_together():
+    """The width of the embeddings lies over one of the axes: rows are exchanged along that one."""
+    untied = dataclasses.replace(MODEL.config, tie_embeddings=False, vocab_size=4096)
+    model = dataclasses.replace(MODEL, config=untied)
+    found = collectives(sharding.get_layout("hsdp"), place=True, model=model)
+    rows = [one for one in carried(found, {LENGTH}) if one.shape.startswith("f32")]
+    assert rows and {one.kind for one in rows} == {"all-to-all"}
 
 
 @pytest.mark.slow

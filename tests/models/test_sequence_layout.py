@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def gradient(batch, layout=None, *, explicit=False, model=MODEL, group_size=1, m
         states = rl.train_step.state_shardings(params, OPTIMIZER, places)
         model = dataclasses.replace(model, placement=sharding.activation_sharding(layout, mesh))
         whole = jax.NamedSharding(mesh, jax.P())
-        divides = batch.tokens.shape[0] % mesh.shape["fsdp"] == 0
+        divides = batch.tokens.shape[0] % math.prod(mesh.shape[axis] for axis in layout.rows) == 0
         batch = jax.device_put(batch, sharding.row_sharding(layout, mesh) if divides else whole)
     step = rl.make_train_step(
         rl.policy.from_decoder(model, group_size=group_size),
