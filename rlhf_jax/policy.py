@@ -110,7 +110,7 @@ def from_decoder(
 
 
 def _under_auto_axes(head: Callable[..., Any], tokens: jax.Array) -> Callable[..., Any]:
-    """What names its devices itself runs where mesh axes are the compiler's, as the decoder does."""
+    """What names its devices runs where mesh axes are the compiler's, as the decoder does."""
     where: Any = jax.typeof(tokens).sharding
     if jax.sharding.AxisType.Explicit not in where.mesh.axis_types:
         return head
