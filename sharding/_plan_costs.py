@@ -30,6 +30,7 @@ _FREE = (
 _THROUGH = ("bitcast", "convert", "copy", "pad", "reshape", "transpose")
 _NO_WORK = {  # custom calls that compute nothing
     *("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveStart"),
+    *("GatherScatterIndicesBitpacked",),
     *("AsyncCollectiveDone", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
     *("TopK", "PartialReduce", "annotate_device_placement", "MoveToHost", "MoveToDevice"),
 }

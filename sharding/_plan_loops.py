@@ -6,6 +6,7 @@ its counter begins, by how much the body raises it, and the bound that the condi
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ __all__ = ["trips"]
 
 _NOTED = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SAME = ("bitcast", "convert", "copy", "copy-start", "copy-done", "reshape", "opt-barrier")
-_HELD = ("tuple", "while", "conditional")
+_BINARY = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 
 
 class _Scalars:
@@ -39,11 +40,10 @@ class _Scalars:
             return self.value(one.operands[0], depth + 1)
         if one.opcode == "fusion":
             return self._inside(one, None, depth)
-        known = [self.value(operand, depth + 1) for operand in one.operands]
-        if one.opcode not in ("add", "subtract", "multiply") or None in known:
+        if one.opcode not in _BINARY:
             return None
-        a, b = known
-        return {"add": a + b, "subtract": a - b, "multiply": a * b}[one.opcode]
+        a, b = (self.value(operand, depth + 1) for operand in one.operands)
+        return None if a is None or b is None else _BINARY[one.opcode](a, b)
 
     def _inside(self, fusion: Any, element: int | None, depth: int) -> int | None:
         """What a fusion gives, or one element of it."""

@@ -197,7 +197,7 @@ def _remarks(request: Request, chip: Chip | None, found: dict[str, Any]) -> list
     train = found.get("train", {})
     if train.get("updated in place") is False:
         lines.append("**The state is not updated in place.**")
-    if train.get("largest logits", 0) > train.get("all logits", 0) / 4:
+    if train.get("largest logits", 0) > max(2**26, train.get("all logits", 0) / 4):
         size = train["largest logits"] / 2**30
         lines.append(f"**An array of {size:,.2f} GiB holds the logits of many tokens.**")
     padded = [

@@ -41,15 +41,17 @@ MEMORY = {  # what the compiler says of a program's memory
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def memory(compiled: Any) -> dict[str, int]:
+def memory(compiled: Any, *, named: bool = True) -> dict[str, int]:
     """Bytes on one device, by the compiler's plan.
 
-    Where the compiler names no peak, it is what the arguments, the outputs that are not among them,
-    and the temporaries need together.
+    Args:
+      compiled: the program.
+      named: take the peak that the compiler names. The CPU's leaves temporaries out of it; then the
+        peak is arguments, outputs that are not among them, and temporaries together.
     """
     plan = compiled.memory_analysis()
     found = {name: int(getattr(plan, field, 0)) for name, field in MEMORY.items()}
-    if not found["peak"]:
+    if not named:
         fresh = found["output"] - found["aliased"]
         found["peak"] = found["arguments"] + fresh + found["temporaries"]
     return found
@@ -173,7 +175,7 @@ def program_figures(
     where = module.entry if pick is None else pick(module)
     cost = _plan_costs.count(module, where)
     found: dict[str, Any] = {
-        "memory": memory(compiled),
+        "memory": memory(compiled, named=chip is not None),
         "flops": cost.flops,
         "kernel flops": cost.kernels,
         "bytes": cost.bytes,

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw", "gib", "markdown", "text"]
+__all__ = ["draw", "markdown", "sized", "text"]
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 CLOCKS = ("arithmetic", "memory", "ici", "network")
 
 
-def gib(count: float) -> str:
-    """Bytes as GiB.
+def sized(count: float, unit: int = GIB) -> str:
+    """Bytes in GiB, or in MiB with `unit`.
 
-    >>> gib(3 * 2**29), gib(2**20)
-    ('1.50', '0.001')
+    >>> sized(3 * 2**29), sized(2**20), sized(2**20, MIB)
+    ('1.50', '0.001', '1.00')
     """
-    amount = count / GIB
+    amount = count / unit
     return f"{amount:,.2f}" if amount >= 0.1 or not amount else f"{amount:.3f}"
+
+
+def _unit(plan: dict[str, Any]) -> tuple[int, str]:
+    """GiB, or MiB where that says more."""
+    peaks = [one["memory"]["peak"] for one in plan["programs"].values() if "memory" in one]
+    small = bool(peaks) and max(peaks) < GIB / 4
+    return (MIB, "MiB") if small else (GIB, "GiB")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -39,7 +47,8 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _memory(plan: dict[str, Any]) -> str:
-    rows = []
+    rows, (unit, told) = [], _unit(plan)
+    gib = functools.partial(sized, unit=unit)
     for name, found in plan["programs"].items():
         held = plan["held"][name]
         if "failed" in found:
@@ -52,37 +61,41 @@ def _memory(plan: dict[str, Any]) -> str:
         fits = {True: "yes", False: "**no**", None: "?"}[found.get("fits")]
         parts = (held["parameters"], held["optimizer"], held["cache"], sizes["temporaries"])
         rows.append((name, *map(gib, parts), gib(sizes["peak"]), fits))
-    header = ("GiB a device", "parameters", "optimizer", "KV cache")
+    header = (f"{told} a device", "parameters", "optimizer", "KV cache")
     table = markdown((*header, "activations (temporaries)", "peak", "fits"), rows)
     beside = plan.get("generation beside the state")
     if beside is None:
         return table
-    fits = {True: "fits", False: "does **not** fit", None: ""}[plan.get("fits beside the state")]
-    return f"{table}\n\nGeneration beside the resident train state: {gib(beside)} GiB, {fits}."
+    fits = {True: ": fits", False: ": does **not** fit", None: ""}[plan["fits beside the state"]]
+    return f"{table}\n\nGeneration beside the resident train state: {gib(beside)} {told}{fits}."
 
 
 def _work(plan: dict[str, Any]) -> str:
-    rows = []
+    rows, (unit, told) = [], _unit(plan)
+    gib = functools.partial(sized, unit=unit)
+    work, tera = ("TFLOP", 1e12) if unit == GIB else ("GFLOP", 1e9)
     for found in plan["programs"].values():
         if "failed" in found:
             continue
         bound, clocks = found.get("mfu bound"), found.get("seconds", {})
         rows.append(
             (
-                *(found["counted"], f"{found['flops'] / 1e12:,.3f}"),
-                *(f"{found['model flops'] / 1e12:,.3f}", gib(found["bytes"])),
+                *(found["counted"], f"{found['flops'] / tera:,.3f}"),
+                *(f"{found['model flops'] / tera:,.3f}", gib(found["bytes"])),
                 *(_milliseconds(clocks.get(name)) for name in CLOCKS),
                 *(_milliseconds(found.get("estimate")), found.get("bound by", "?")),
                 _milliseconds(found.get("without overlap")),
                 "?" if bound is None else f"{bound:.2f}",
             )
         )
-    header = ("one device", "TFLOP", "of the model", "GiB of memory", "arithmetic, ms", "memory")
+    header = ("one device", work, "of the model", f"{told} of memory", "arithmetic, ms", "memory")
     more = ("ICI", "network", "**estimate, ms**", "bound by", "without overlap", "MFU bound")
     return markdown((*header, *more), rows)
 
 
 def _collectives(plan: dict[str, Any]) -> str:
+    unit, told = _unit(plan)
+    gib = functools.partial(sized, unit=unit)
     rows = [
         (
             f"{found['counted']}: {one['kind']}"
@@ -93,15 +106,18 @@ def _collectives(plan: dict[str, Any]) -> str:
         for found in plan["programs"].values()
         for one in found.get("collectives", ())
     ]
-    return markdown(("collectives", "mesh axis", "runs", "GiB of results", "GiB received"), rows)
+    return markdown(
+        ("collectives", "mesh axis", "runs", f"{told} of results", f"{told} received"), rows
+    )
 
 
 def _remarks(plan: dict[str, Any]) -> list[str]:
-    lines = list(plan["remarks"])
+    lines, (unit, told) = list(plan["remarks"]), _unit(plan)
+    gib = functools.partial(sized, unit=unit)
     least = plan.get("least exchange")
     if least:
         lines.append(
-            f"Weights and their gradients: {gib(least['measured'])} GiB received a device and "
+            f"Weights and their gradients: {gib(least['measured'])} {told} received a device and "
             f"step, {least['ratio']:.2f} times the least that the layout needs "
             f"({gib(least['gathered'])} gathered, {gib(least['scattered'])} reduced)."
         )
@@ -116,7 +132,7 @@ def _remarks(plan: dict[str, Any]) -> list[str]:
             lines += [f"- {one}" for one in moved[:8]]
         if found.get("copied a token"):
             copied = gib(found["copied a token"])
-            lines.append(f"The {name} copies {copied} GiB of its cache a token.")
+            lines.append(f"The {name} copies {copied} {told} of its cache a token.")
     return lines
 
 

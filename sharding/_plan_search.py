@@ -18,7 +18,7 @@ import sharding
 from sharding import _plan_measure as measure
 from sharding import _plan_programs as programs
 from sharding._plan_make import Request, make
-from sharding._plan_report import gib, markdown
+from sharding._plan_report import markdown, sized
 from sharding._plan_targets import devices_of, known_of
 from sharding.hardware import Chip
 
@@ -132,7 +132,9 @@ def candidates(
                 copies = programs.on_a_device(placed.state.params) * 3 // 2
                 least = state + copies + _kept(request, shape, rows)
                 if least > chip.hbm:
-                    left_out.append((told, f"needs at least {gib(least)} of {gib(chip.hbm)} GiB"))
+                    left_out.append(
+                        (told, f"needs at least {sized(least)} of {sized(chip.hbm)} GiB")
+                    )
                     continue
                 rough = _rough(request, placed, chip)
                 found.append(Candidate(request=request, state=state, least=least, rough=rough))
@@ -208,7 +210,7 @@ def table(found: dict[str, Any]) -> str:
         train = one["plan"]["programs"]["train"]
         rows.append(
             (
-                *(f"{place}. {one['told']}", gib(train["memory"]["peak"])),
+                *(f"{place}. {one['told']}", sized(train["memory"]["peak"])),
                 *(f"{1e3 * train[name]:,.0f}" for name in ("estimate", "without overlap")),
                 *(train["bound by"], f"{train['mfu bound']:.2f}"),
             )
@@ -220,7 +222,7 @@ def table(found: dict[str, Any]) -> str:
     ]
     for one in found["misfits"]:
         train = one["plan"]["programs"]["train"]
-        why = train.get("failed") or f"peak {gib(train['memory']['peak'])} GiB"
+        why = train.get("failed") or f"peak {sized(train['memory']['peak'])} GiB"
         lines.append(f"- Does not fit: {one['told']} ({why[:160]})")
     lines += [
         f"- Not compiled: {one['told']} (roughly {1e3 * one['rough']:,.0f} ms)"

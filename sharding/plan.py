@@ -27,10 +27,21 @@ import rlhf_jax as rl
 import sharding
 from sharding import _plan_report, _plan_search
 from sharding._plan_make import PROGRAMS, Request, make
-from sharding._plan_programs import Sizes
-from sharding._plan_targets import MODELS, model_of
+from sharding._plan_programs import Sizes, grpo_loss_fn, step_shapes
+from sharding._plan_targets import MODELS, devices_of, known_of, model_of
 
-__all__ = ["MODELS", "Request", "Sizes", "main", "make", "model_of"]
+__all__ = [
+    "MODELS",
+    "Request",
+    "Sizes",
+    "devices_of",
+    "grpo_loss_fn",
+    "known_of",
+    "main",
+    "make",
+    "model_of",
+    "step_shapes",
+]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
