@@ -25,12 +25,12 @@ __all__ = ["Cost", "count"]
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
     *("call", "after-all", "partition-id", "replica-id", "opt-barrier", "async-start"),
-    *("async-done", "async-update", "domain", "add-dependency", "token"),
+    *("async-done", "async-update", "domain", "add-dependency", "send", "recv"),
 )
 _THROUGH = ("bitcast", "convert", "copy", "pad", "reshape", "transpose")
 _NO_WORK = {  # custom calls that compute nothing
     *("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "AsyncCollectiveStart"),
-    *("GatherScatterIndicesBitpacked",),
+    *("GatherScatterIndicesBitpacked", "SliceId", "ZeroCrop"),
     *("AsyncCollectiveDone", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
     *("TopK", "PartialReduce", "annotate_device_placement", "MoveToHost", "MoveToDevice"),
 }

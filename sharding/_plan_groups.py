@@ -114,21 +114,22 @@ def group_size(text: str, devices: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _axes(text: str, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+def _axes(text: str, mesh: tuple[tuple[str, int], ...], devices: int) -> tuple[str, ...]:
     shape = [size for _, size in mesh]
     found = set()
-    for group in groups_of(text, math.prod(shape)):
+    for group in groups_of(text, devices):
         places = np.array(np.unravel_index(np.array(group, int), shape))
         found |= {axis for axis, row in enumerate(places) if len(set(row.tolist())) > 1}
     return tuple(name for axis, (name, _) in enumerate(mesh) if axis in found)
 
 
-def axes_of(text: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+def axes_of(text: str, mesh: Mapping[str, int], devices: int | None = None) -> tuple[str, ...]:
     """The mesh axes along which the devices of a group differ.
 
     Args:
       text: as for :func:`groups_of`.
       mesh: axis → size, in mesh order; the program's device order is the mesh's.
+      devices: of the program, where that is one slice of a mesh whose first axes are the slices.
 
     Returns:
       Axis names; none where every group is one device.
@@ -136,4 +137,4 @@ def axes_of(text: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
     >>> axes_of("{{0,1},{2,3}}", {"fsdp": 2, "tensor": 2})
     ('tensor',)
     """
-    return _axes(text, tuple(mesh.items()))
+    return _axes(text, tuple(mesh.items()), devices or math.prod(mesh.values()))

@@ -166,7 +166,7 @@ def _generation(
     found["moved weights"] = [
         f"{one.kind} {one.shape} of {', '.join(one.sources)}" for one in moved
     ]
-    found["with filters"] = measure.exchanges(module, dict(placed.mesh.shape), loop.body)
+    found["with filters"] = measure.exchanges(module, placed.mesh, loop.body)
     return found, figures["cache"]
 
 
@@ -209,9 +209,9 @@ def _remarks(request: Request, chip: Chip | None, found: dict[str, Any]) -> list
     if padded:
         size = sum(one["received"] for one in padded) / 2**30
         lines.append(
-            f"{size:,.2f} GiB are received in all-reduces that stand for gathers or scatters, "
-            "at twice their bytes: the compiler does so where a device's part of a weight is "
-            "narrower than a tile of 128 columns. Split that axis over fewer devices."
+            f"{size:,.2f} GiB are received in all-reduces that stand for gathers or scatters, at "
+            "twice their bytes: the compiler does so where a device's part of a weight is narrow "
+            "(seen at 64 and at 128 columns). Split that axis over fewer devices."
         )
     return lines
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 import rlhf_jax as rl
 from sharding import _plan_costs, hlo
@@ -68,14 +69,24 @@ def refusal(error: Exception) -> dict[str, Any]:
     return found
 
 
+def _between_slices(mesh: Any) -> tuple[str, ...]:
+    """The mesh axes along which devices lie in other slices."""
+    slices = np.vectorize(lambda device: getattr(device, "slice_index", None) or 0)(mesh.devices)
+    return tuple(
+        name
+        for axis, name in enumerate(mesh.axis_names)
+        if (slices != slices.take([0], axis=axis)).any()
+    )
+
+
 def exchanges(
-    module: hlo.Module, mesh: Mapping[str, int], computation: str | None = None, **options: Any
+    module: hlo.Module, mesh: Any, computation: str | None = None, **options: Any
 ) -> list[dict[str, Any]]:
     """Collectives by kind and mesh axes, largest first.
 
     Args:
       module: from :func:`sharding.hlo.parse`.
-      mesh: axis → size in mesh order.
+      mesh: what the program is compiled for.
       computation: whose; the entry when None.
       **options: handed to :func:`sharding.hlo.transfers`.
 
@@ -85,7 +96,10 @@ def exchanges(
     """
     found: dict[tuple[str, str, tuple[str, ...]], dict[str, Any]] = {}
     for one in hlo.transfers(module, computation or module.entry, **options):
-        axes = axes_of(one.groups, mesh)
+        if one.groups == hlo.SLICES:
+            axes = _between_slices(mesh)
+        else:
+            axes = axes_of(one.groups, mesh.shape, module.devices)
         entry = found.setdefault(
             (one.kind, one.stands_for, axes),
             dict(
@@ -103,16 +117,13 @@ def exchanges(
     return sorted(found.values(), key=lambda entry: -entry["received"])
 
 
-def _spread(text: str, devices: list[Any]) -> tuple[int, int]:
-    """Over how many torus dimensions, and over how many slices, a collective's groups spread."""
-    dims, slices = 0, 1
-    for group in groups_of(text, len(devices)):
-        members = [devices[index] for index in group]
-        places = [tuple(getattr(device, "coords", ()) or ()) for device in members]
-        varied = sum(len(set(column)) > 1 for column in zip(*places, strict=True))
-        dims = max(dims, varied)
-        slices = max(slices, len({getattr(device, "slice_index", 0) for device in members}))
-    return dims, slices
+def _spread(text: str, devices: list[Any], count: int) -> int:
+    """Over how many torus dimensions the groups of a collective of `count` devices spread."""
+    dims = 0
+    for group in groups_of(text, count):
+        places = [tuple(getattr(devices[index], "coords", ()) or ()) for index in group]
+        dims = max(dims, sum(len(set(column)) > 1 for column in zip(*places, strict=True)))
+    return dims
 
 
 def clocks(
@@ -123,24 +134,19 @@ def clocks(
     computation: str | None = None,
     **options: Any,
 ) -> Clocks:
-    """Seconds by the roofline of :mod:`sharding.hardware`.
-
-    A collective that joins slices receives over the network only what its chip brings into the
-    slice; the rest goes on over ICI.
-    """
+    """Seconds by the roofline of :mod:`sharding.hardware`."""
     devices = list(mesh.devices.flat)
     ici, network = 0.0, 0.0
-    seen: dict[str, tuple[int, int]] = {}
+    seen: dict[str, int] = {}
     for one in hlo.transfers(module, computation or module.entry, **options):
-        if one.groups not in seen:
-            seen[one.groups] = _spread(one.groups, devices)
-        dims, slices = seen[one.groups]
         received = one.wire * one.times
-        if slices > 1 and chip.network:
-            inside = max(len(g) for g in groups_of(one.groups, len(devices))) // slices
-            network += received / max(1, inside) / chip.network
-        if dims:
-            ici += received / (chip.ici / 2 * min(dims, chip.torus) / chip.torus)
+        if one.groups == hlo.SLICES:
+            network += received / chip.network if chip.network else 0.0
+            continue
+        if one.groups not in seen:
+            seen[one.groups] = _spread(one.groups, devices, module.devices)
+        if dims := min(seen[one.groups], chip.torus):
+            ici += received / (chip.ici / 2 * dims / chip.torus)
     return Clocks(
         arithmetic=cost.flops / chip.flops,
         memory=cost.bytes / chip.bandwidth,
@@ -181,7 +187,7 @@ def program_figures(
         "bytes": cost.bytes,
         "not counted": dict(cost.unknown),
         "model flops": flops / mesh.devices.size,
-        "collectives": exchanges(module, dict(mesh.shape), where, **options),
+        "collectives": exchanges(module, mesh, where, **options),
     }
     if chip is not None:
         found["fits"] = found["memory"]["peak"] <= chip.hbm
@@ -221,11 +227,13 @@ def least_exchange(placed: programs.Placed) -> dict[str, int]:
     """Bytes that a device must receive in one step, where the layout splits weights over the rows.
 
     Every weight comes once in the forward and once in the backward pass of each micro-batch, in
-    bfloat16, and the gradients' sum goes back once, in bfloat16 too. Of the embedding only the
-    gradient counts where the head is a matrix of its own: its rows are looked up, not gathered.
+    bfloat16, and the gradients' sum goes back once, in bfloat16 too; where devices hold copies of a
+    part, they sum it once more. Of the embedding only the gradient counts where the head is a
+    matrix of its own: its rows are looked up, not gathered.
     """
     gathered = scattered = 0
     rows = set(placed.layout.rows)
+    everyone = math.prod(placed.mesh.shape[name] for name in rows)
     params = placed.state.params
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = [
@@ -238,6 +246,8 @@ def least_exchange(placed: programs.Placed) -> dict[str, int]:
         looked_up = jax.tree_util.keystr(path, simple=True, separator="/").startswith("embed")
         gathered += 0 if looked_up and not tied else received
         scattered += received
+        copies = everyone // parts
+        scattered += 2 * (2 * leaf.size // others // parts) * (copies - 1) // copies
     return {"gathered": 2 * placed.sizes.micro_batches * gathered, "scattered": scattered}
 
 

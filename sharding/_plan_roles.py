@@ -2,8 +2,8 @@
 
 - A loop of collective-permutes around a product is a gather or a reduce-scatter in pieces.
 - An all-reduce of arrays that are zero but for a device's own part is an all-gather; one of which
-  every device keeps a slice is a reduce-scatter. Both move about twice the bytes: the TPU's
-  compiler falls back to them where a part is narrower than a tile (128 columns).
+  every device keeps a slice is a reduce-scatter. Both move twice the bytes: the TPU's compiler
+  falls back to them where a device's part is narrow (seen at 64 and at 128 columns).
 """
 
 from __future__ import annotations

@@ -87,8 +87,6 @@ def _rough(request: Request, placed: programs.Placed, chip: Chip) -> float:
     summed = 2 * sizes.rows // parts * sizes.length * config.hidden_size * config.num_layers
     # two sums a layer forward, one more when computed again, two backward; an all-reduce is double
     exchanged = gathered + 2 * 5 * summed * (tensor - 1) / tensor
-    if not gathered and parts > 1:  # the gradients' sum over whole copies
-        exchanged += 2 * programs.on_a_device(placed.state.params) // 2
     return flops / devices / chip.flops + exchanged / (chip.ici / 2)
 
 

@@ -107,7 +107,7 @@ def _tpus(topology: str, slices: int) -> tuple[Any, ...]:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         if "lockfile" in reason:
             raise ValueError(
-                f"topology: another process has libtpu open; wait for it ({reason[:120]})"
+                "topology: another process has libtpu open, which allows one at a time; wait for it"
             ) from error
         raise ValueError(
             f"topology: the TPU compiler knows no {topology!r} ({reason[:160]}); e.g. v5e:4x4, "

@@ -5,13 +5,15 @@
     transfers(module, loop.body)                 # what one trip of it exchanges, layers counted
     carried_parameters(module, loop.body)        # collectives that move parameters, by name
 
-A TPU program hides collectives in three ways, all of which are counted once here:
+A TPU program hides collectives in four ways, all of which are counted once here:
 
 - A collective that runs beside arithmetic is cut up: a fusion starts it, every fusion that it runs
   beside holds a copy of it (same channel, ``async_collective_fusion_config``), another ends it.
 - A reduce-scatter is a fusion of an all-reduce and the slice that a device keeps.
 - A gather or scatter that a product eats piece by piece is a loop of collective-permutes, two
   pieces a trip: its counter goes up by 2 (:mod:`sharding._plan_loops`).
+- Between slices it is a send and a receive of the host's runtime, told apart by an attribute; the
+  program is that of one slice.
 
 Some all-reduces are gathers in truth, or reduce-scatters: :mod:`sharding._plan_roles`.
 """
@@ -51,6 +53,8 @@ GROUPS = re.compile(
     r"|@?mesh[\[<][^\]>]*[\]>](?:, ?device_ids=\((?:[^()]|\([^()]*\))*\))? ?\{[^}]*\})"
 )
 PAIRS = re.compile(r"\bsource_target_pairs=(\{(?:\{[^}]*\},?)*\})")
+BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+SLICES = "slices"  # in the place of a collective's groups: every device with its peers elsewhere
 DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 CONTINUED = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(?!-1")')
 STARTED = re.compile(r'"async_collective_fusion_config":\{"flag_start":"-1"')
@@ -83,11 +87,15 @@ class Instruction:
     def kind(self) -> str | None:
         """The collective that it starts, if it is one."""
         kind = self.opcode.removesuffix("-start")
+        if kind == "recv" and (joined := BETWEEN_SLICES.search(self.rest)):
+            kind = joined[1].lower().replace("_", "-")
         return kind if kind in KINDS else None
 
     @property
     def groups(self) -> str:
         """The text that says which devices exchange with each other; empty where nothing does."""
+        if self.opcode == "recv":
+            return SLICES
         found = GROUPS.search(self.rest) or PAIRS.search(self.rest)
         return found[1] if found else ""
 
@@ -304,7 +312,7 @@ def _transfers(
     """
     kind = "reduce-scatter" if within else instruction.kind or instruction.opcode
     found = arrays(instruction.shape)
-    if instruction.opcode.endswith("-start"):
+    if instruction.opcode.endswith("-start") or instruction.opcode == "recv":
         # the start of an asynchronous one returns its operand beside its result
         pick = min if kind == "reduce-scatter" else max
         large = [array for array in found if size(*array) > 8] or found
@@ -312,14 +320,15 @@ def _transfers(
     told = roles(module, where, instruction) if instruction.kind else [""]
     told = told if len(told) == len(found) else [told[0] if told else ""] * len(found)
     groups = (within or instruction).groups
-    parts = group_size(groups, module.devices) if kind in KINDS else 1
+    joins = kind in KINDS and groups != SLICES
+    parts = group_size(groups, module.devices) if joins else 1
     moved = {s for operand in instruction.operands for s in sources(module, where, operand)}
     out = []
     for role in dict.fromkeys(told):
         held = [array for array, other in zip(found, told, strict=True) if other == role]
         count = sum(size(*array) for array in held)
         dtype, dims = max(held, key=lambda array: size(*array))
-        wire = _wire(kind, count, parts) if kind in KINDS else 0
+        wire = _wire(kind, count, parts) if joins else count if groups == SLICES else 0
         shape = f"{dtype}[{','.join(map(str, dims))}]"
         out.append(Transfer(kind, shape, count, times, tuple(sorted(moved)), groups, wire, role))
     return out

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sharding import _plan_costs, _plan_groups, hlo
+from sharding import _plan_costs, _plan_groups, _plan_measure, hlo
 
 TEXT = """HloModule made_up, is_scheduled=true
 
@@ -105,6 +105,24 @@ def test_weights_gathered_in_a_loop_are_found(whole):
     activations = 4 * 16 * 4
     _, count = hlo.summary(hlo.transfers(module, body))["all-gather"]
     assert count == 3 * (activations + sum(one.bytes for one in moved))
+
+
+LOGITS = """HloModule logits
+
+ENTRY %main (p: f32[64,16]) -> f32[3,8] {
+  %p = f32[64,16]{1,0} parameter(0)
+  %head = f32[64,8]{1,0} slice(%p)
+  %halves = bf16[64,32]{1,0} concatenate(%head, %head)
+  %piece = f32[5,64]{1,0} custom-call(%halves)
+  %split = bf16[7,32]{1,0} custom-call(%piece)
+  ROOT %out = f32[3,8]{1,0} custom-call(%split)
+}
+"""
+
+
+def test_logits_are_told_from_weights():
+    found = _plan_measure.vocabulary_arrays(hlo.parse(LOGITS), 64, {16, 32, 8}, 2)
+    assert found == [7 * 32, 5 * 64]
 
 
 # what the TPU's compiler writes
