@@ -16,6 +16,7 @@ from sharding.mesh import describe, make_mesh
 from sharding.rules import (
     activation_sharding,
     check_rows,
+    fitted,
     row_sharding,
     spec_for,
     tree_shardings,
@@ -27,6 +28,7 @@ __all__ = [
     "activation_sharding",
     "check_rows",
     "describe",
+    "fitted",
     "get_layout",
     "make_mesh",
     "row_sharding",

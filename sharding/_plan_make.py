@@ -78,7 +78,7 @@ def _settled(request: Request, devices: Sequence[Any]) -> sharding.Layout:
     if not request.whole_heads:
         return request.layout
     mesh = sharding.make_mesh(request.layout, devices)
-    return programs.without_whole_heads(request.layout, request.config, mesh)
+    return sharding.fitted(request.layout, request.config, mesh)
 
 
 def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[str, Any]:

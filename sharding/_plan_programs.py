@@ -35,7 +35,6 @@ __all__ = [
     "place_rollout",
     "place_train",
     "step_shapes",
-    "without_whole_heads",
 ]
 
 
@@ -106,26 +105,6 @@ class Rollout:
     key: Any
     group_ids: Any
     sizes: Sizes
-
-
-def without_whole_heads(
-    layout: sharding.Layout, config: rl.models.DecoderConfig, mesh: Any
-) -> sharding.Layout:
-    """The layout without the rules for heads that its mesh axis cannot split evenly.
-
-    Every device then holds all of those heads.
-    """
-    counts = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-
-    def splits(axis: str, target: Any) -> bool:
-        names = (target,) if isinstance(target, str) else tuple(target or ())
-        size = 1
-        for name in names:
-            size *= mesh.shape[name]
-        return counts.get(axis, 0) % size == 0
-
-    rules = {axis: target for axis, target in layout.rules.items() if splits(axis, target)}
-    return dataclasses.replace(layout, rules=rules)
 
 
 def on_a_device(tree: Any) -> int:

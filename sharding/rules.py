@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +10,14 @@ import jax
 
 from sharding.layouts import Layout
 
-__all__ = ["activation_sharding", "check_rows", "row_sharding", "spec_for", "tree_shardings"]
+__all__ = [
+    "activation_sharding",
+    "check_rows",
+    "fitted",
+    "row_sharding",
+    "spec_for",
+    "tree_shardings",
+]
 
 
 def spec_for(
@@ -147,3 +155,33 @@ def check_rows(rows: int, layout: Layout, mesh: jax.sharding.Mesh, *, name: str 
             f"{name}: {rows} do not divide over {' × '.join(layout.rows)} = {parts} devices of "
             f"layout {layout.name!r}; use a multiple of {parts} or another layout"
         )
+
+
+def fitted(layout: Layout, config: Any, mesh: jax.sharding.Mesh) -> Layout:
+    """The layout without the rules for heads that its mesh cannot split evenly.
+
+    Key and value heads are few: over a wider ``tensor`` axis they stay whole, as do the weights
+    that make them and their cache. What was left out is ``set(layout.rules) - set(result.rules)``.
+
+    Args:
+      layout: any layout.
+      config: anything with ``num_heads`` and ``num_kv_heads``.
+      mesh: gives the mesh axes' sizes.
+
+    Returns:
+      The layout itself, or one with fewer rules.
+
+    >>> import jax, types, sharding
+    >>> layout = sharding.get_layout("tensor")
+    >>> mesh = jax.sharding.AbstractMesh((16,), ("tensor",))
+    >>> config = types.SimpleNamespace(num_heads=32, num_kv_heads=8)
+    >>> sorted(set(layout.rules) - set(fitted(layout, config, mesh).rules))
+    ['kv_heads']
+    """
+    counts = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    rules = {
+        axis: target
+        for axis, target in layout.rules.items()
+        if counts.get(axis, 0) % mesh.shape[target] == 0
+    }
+    return layout if rules == layout.rules else dataclasses.replace(layout, rules=rules)

@@ -1,4 +1,5 @@
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -98,3 +99,13 @@ def test_mesh_sizes_that_do_not_fit_the_devices():
         sharding.make_mesh(layout)
     with pytest.raises(ValueError, match="no mesh axis 'expert'"):
         layout.with_sizes(expert=2)
+
+
+def test_fitted_leaves_out_the_heads_that_do_not_divide():
+    layout, mesh = _mesh("tensor")
+    few = types.SimpleNamespace(num_heads=16, num_kv_heads=4)
+    found = sharding.fitted(layout, few, mesh)
+    assert set(layout.rules) - set(found.rules) == {"kv_heads"}
+    assert found.rules["heads"] == "tensor"
+    many = types.SimpleNamespace(num_heads=16, num_kv_heads=8)
+    assert sharding.fitted(layout, many, mesh) is layout
