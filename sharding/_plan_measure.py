@@ -39,6 +39,10 @@ MEMORY = {  # what the compiler says of a program's memory
     "temporaries": "temp_size_in_bytes",
     "peak": "peak_memory_in_bytes",
 }
+_REFUSED = (  # what is needed and what there is, as the compiler has said it
+    re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
+    re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"),
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -61,7 +65,7 @@ def memory(compiled: Any, *, named: bool = True) -> dict[str, int]:
 def refusal(error: Exception) -> dict[str, Any]:
     """Why a program does not compile, and the bytes that it would need, if that is the reason."""
     text = str(error)
-    needs = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
+    needs = next((told for known in _REFUSED if (told := known.search(text))), None)
     found: dict[str, Any] = {"failed": text.splitlines()[0][:300] if text else repr(error)}
     if needs:
         found["needs"] = int(float(needs[1]) * _UNITS[needs[2]])

@@ -188,9 +188,10 @@ def draw(plan: dict[str, Any], file: Path) -> None:
     for index, part in enumerate(CLOCKS):
         seconds = [one.get("seconds", {}).get(part, 0.0) for one in found]
         places = [place + (index - 1.5) * width for place in range(len(names))]
-        right.bar(places, [max(1e-3, 1e3 * value) for value in seconds], width, label=part)
-    right.set_xticks(range(len(names)), [one["counted"] for one in found])
+        right.bar(places, [1e3 * value for value in seconds], width, label=part)
+    right.set_xticks(range(len(names)), [one["counted"].replace(", ", ",\n") for one in found])
     right.set_yscale("log")
+    right.set_ylim(bottom=1e-3)
     right.set_ylabel("ms, by the roofline")
     right.legend()
     figure.suptitle(f"{plan['model']} on {plan['topology']}, {plan['layout']}: {plan['mesh']}")

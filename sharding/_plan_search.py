@@ -54,11 +54,13 @@ class Candidate:
         )
 
 
-def layouts() -> Iterator[sharding.Layout]:
+def layouts(slices: int = 1) -> Iterator[sharding.Layout]:
     """Every named layout, those with a fixed tensor axis in several sizes."""
     for name, layout in sharding.LAYOUTS.items():
         if name == "single":
             continue
+        if "slice" in dict(layout.axes) and slices > 1:
+            layout = layout.with_sizes(slice=slices)
         if dict(layout.axes).get("tensor", -1) == -1:
             yield layout
         else:
@@ -107,7 +109,7 @@ def candidates(
       remat: policies.
     """
     found, left_out = [], []
-    for layout in layouts():
+    for layout in layouts(base.slices):
         for parts in micro:
             if base.sizes.rows % parts:
                 left_out.append((f"{parts} micro-batches", f"{base.sizes.rows} rows"))
@@ -181,8 +183,8 @@ def ranked(
         train = plan["programs"]["train"]
         done.append({"told": candidate.told, "rough": candidate.rough, "plan": plan})
         spent = time.monotonic() - begun
-        fits = "fits" if train.get("fits") else "does not fit"
-        tell(f"{spent:6.0f} s  {candidate.told}: {fits}, {1e3 * train.get('estimate', 0):,.0f} ms")
+        fits = f"{1e3 * train['estimate']:,.0f} ms" if train.get("fits") else "does not fit"
+        tell(f"{spent:6.0f} s  {candidate.told}: {fits}")
 
     def order(one: dict[str, Any]) -> tuple[float, float]:
         train = one["plan"]["programs"]["train"]

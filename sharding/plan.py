@@ -92,6 +92,8 @@ def _request(args: argparse.Namespace) -> Request:
         if args.tensor < 1:
             raise ValueError(f"--tensor: got {args.tensor}; it must be at least 1")
         layout = layout.with_sizes(tensor=args.tensor)
+    if "slice" in dict(layout.axes) and args.slices > 1:
+        layout = layout.with_sizes(slice=args.slices)
     sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sizes)}
     return Request(
         name=args.model,

@@ -42,6 +42,8 @@ def request(model: str, target: str, name: str, tensor: int | None) -> plan.Requ
     slices = int(count or 1)
     layout = sharding.get_layout(name)
     layout = layout if tensor is None else layout.with_sizes(tensor=tensor)
+    if slices > 1:
+        layout = layout.with_sizes(slice=slices)
     rows = len(plan.devices_of(topology, slices))
     group = min(4, tensor or 1)
     return plan.Request(

@@ -227,13 +227,17 @@ def test_a_step_of_an_8b_model_by_its_parameters():
     assert flops["token"] == pytest.approx(2 * 7.5e9 * 64, rel=0.03)
 
 
-def test_what_does_not_fit_says_what_it_needs():
-    error = jax.errors.JaxRuntimeError(
-        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
-        "hbm. Used 23.47G of 15.75G hbm. Exceeded hbm capacity by 7.72G."
-    )
-    found = _plan_measure.refusal(error)
+@pytest.mark.parametrize(
+    "told",
+    [
+        "hbm. Used 23.47G of 15.75G hbm. Exceeded hbm capacity by 7.72G.",
+        "the total memory required for HLO temporaries (23.47G) exceeds available HBM (15.75G).",
+    ],
+)
+def test_what_does_not_fit_says_what_it_needs(told):
+    found = _plan_measure.refusal(jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: E1000: {told}"))
     assert found["needs"] == int(23.47 * 2**30) and found["of"] == int(15.75 * 2**30)
+    assert found["failed"].startswith("RESOURCE_EXHAUSTED")
     assert "needs" not in _plan_measure.refusal(RuntimeError("something else\nlong"))
 
 
