@@ -163,8 +163,9 @@ def _splash(one: hlo.Instruction, shapes: list[str]) -> int:
 class _Counter:
     """Costs of a module's computations, each counted once."""
 
-    def __init__(self, module: hlo.Module):
+    def __init__(self, module: hlo.Module, dearest: bool = True):
         self.module = module
+        self.choose = max if dearest else min
         self.of = functools.cache(self._of)
         self.users = functools.cache(self._users)
 
@@ -186,7 +187,7 @@ class _Counter:
         called = [name for names in one.called.values() for name in names]
         if one.opcode == "conditional":
             branches = [self.of(name, fused) for name in called]
-            return cost + max(branches, key=lambda found: (found.flops, found.bytes))
+            return cost + self.choose(branches, key=lambda found: (found.flops, found.bytes))
         if one.opcode == "while":
             return cost + self.of(one.body, fused).times(hlo.trips(self.module, one) or 1)
         if one.opcode in ("call", "async-start"):
@@ -314,15 +315,15 @@ class _Counter:
         return count
 
 
-def count(module: hlo.Module, computation: str | None = None) -> Cost:
+def count(module: hlo.Module, computation: str | None = None, *, dearest: bool = True) -> Cost:
     """What one run of a computation costs one device.
 
     Args:
       module: from :func:`sharding.hlo.parse`.
       computation: its name; the whole program when None.
+      dearest: of a conditional the dearest branch counts, else the cheapest.
 
     Returns:
-      A :class:`Cost`. Of a conditional the dearest branch counts; a loop whose trip count is not
-      known counts once.
+      A :class:`Cost`. A loop whose trip count is not known counts once.
     """
-    return _Counter(module).of(module.entry if computation is None else computation)
+    return _Counter(module, dearest).of(module.entry if computation is None else computation)

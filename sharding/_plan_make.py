@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -23,7 +24,16 @@ from sharding.hardware import Chip
 __all__ = ["PROGRAMS", "Request", "make"]
 
 PROGRAMS = ("train", "prefill", "generate", "round")
-_FORMAT = 1  # of what is kept on disk
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the code that a plan compiles and counts with."""
+    found = hashlib.sha256()
+    for package in (rl, sharding):
+        for file in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,15 +72,15 @@ class Request:
         return "splash" if fits and not self.topology.startswith("cpu") else "xla"
 
     def key(self) -> str:
-        """A name for this request's result on disk; another jax or libtpu gives another."""
-        versions = [jax.__version__]
+        """A name for this request's result on disk; other code, jax or libtpu give another."""
+        versions = [jax.__version__, _sources()]
         try:
             versions.append(importlib.metadata.version("libtpu"))
         except importlib.metadata.PackageNotFoundError:
             versions.append("no libtpu")
         held = dataclasses.asdict(self)
         held["layout"]["rules"] = sorted(map(str, self.layout.rules.items()))
-        text = json.dumps([_FORMAT, versions, held], sort_keys=True, default=str)
+        text = json.dumps([versions, held], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -176,14 +176,14 @@ def program_figures(
       chip: one device's figures; None where nothing is known of it.
       flops: operations of all devices that the model itself asks for, for the MFU.
       pick: names the computation of which one run is counted; the whole program when None.
-      **options: of the collectives, as for :func:`exchanges`.
+      **options: ``dearest``, which branch of a conditional counts.
 
     Returns:
       The figures and the parsed program.
     """
     module = hlo.parse(compiled.as_text())
     where = module.entry if pick is None else pick(module)
-    cost = _plan_costs.count(module, where)
+    cost = _plan_costs.count(module, where, **options)
     found: dict[str, Any] = {
         "memory": memory(compiled, named=chip is not None),
         "flops": cost.flops,

@@ -190,10 +190,11 @@ def draw(plan: dict[str, Any], file: Path) -> None:
         places = [place + (index - 1.5) * width for place in range(len(names))]
         right.bar(places, [1e3 * value for value in seconds], width, label=part)
     right.set_xticks(range(len(names)), [one["counted"].replace(", ", ",\n") for one in found])
-    right.set_yscale("log")
-    right.set_ylim(bottom=1e-3)
-    right.set_ylabel("ms, by the roofline")
-    right.legend()
+    if plan["chip"]:
+        right.set_yscale("log")
+        right.set_ylim(bottom=1e-3)
+        right.legend()
+    right.set_ylabel("ms, by the roofline" if plan["chip"] else "ms: not known of host devices")
     figure.suptitle(f"{plan['model']} on {plan['topology']}, {plan['layout']}: {plan['mesh']}")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)

@@ -352,9 +352,10 @@ def test_collectives_of_a_real_program_by_hand():
 # work
 
 
-def cost_of(function, *shapes):
+def cost_of(function, *shapes, **options):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return _plan_costs.count(hlo.parse(jax.jit(function).lower(*args).compile().as_text()))
+    module = hlo.parse(jax.jit(function).lower(*args).compile().as_text())
+    return _plan_costs.count(module, **options)
 
 
 def test_a_product_in_a_scan_counts_as_often_as_it_runs():
@@ -374,6 +375,7 @@ def test_batched_products_and_the_dearest_branch():
         return jax.lax.cond(flag[0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
 
     assert cost_of(run, (1,), (32, 32)).flops == 2 * 2 * 32**3
+    assert cost_of(run, (1,), (32, 32), dearest=False).flops == 2 * 32**3
 
 
 CONVOLUTION = """HloModule conv

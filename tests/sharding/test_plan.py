@@ -361,6 +361,8 @@ def test_the_search_ranks_what_fits_by_its_estimate(monkeypatch):
         }
         return {"programs": {"train": train}}
 
+    known = {name: sharding.LAYOUTS[name] for name in seconds}
+    monkeypatch.setattr(sharding, "LAYOUTS", known)
     monkeypatch.setattr(_plan_search, "make", made)
     monkeypatch.setattr(_plan_search, "devices_of", lambda *_: jax.devices()[:8])
     monkeypatch.setattr(_plan_search, "known_of", lambda *_: hardware.CHIPS["v5e"])
