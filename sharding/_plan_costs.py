@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from sharding import hlo
 
-__all__ = ["Cost", "count"]
+__all__ = ["Cost", "count", "stored"]
 
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
@@ -72,7 +72,7 @@ class Cost:
         return Cost(self.flops * runs, self.bytes * runs, self.kernels * runs, unknown)
 
 
-def _stored(shape: str) -> list[int]:
+def stored(shape: str) -> list[int]:
     """Bytes in the device's memory of every array of a shape; 0 of one that lies elsewhere."""
     return [
         0
@@ -226,7 +226,7 @@ class _Counter:
         """Bytes that one instruction outside of a fusion moves."""
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             return 0
-        written, shapes = _stored(one.shape), self.shapes(computation, one.operands)
+        written, shapes = stored(one.shape), self.shapes(computation, one.operands)
         if hlo.continued(self.module, one):
             return 0
         if one.opcode == "fusion":
@@ -234,10 +234,10 @@ class _Counter:
         if one.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * sum(written)
         if one.opcode == "dynamic-update-slice":
-            return 2 * sum(_stored(shapes[1]))
+            return 2 * sum(stored(shapes[1]))
         if one.opcode.endswith("-start"):  # the operand is among the results
-            return sum(sum(_stored(shape)) for shape in shapes) + (max(written, default=0))
-        return sum(written) + sum(sum(_stored(shape)) for shape in shapes)
+            return sum(sum(stored(shape)) for shape in shapes) + (max(written, default=0))
+        return sum(written) + sum(sum(stored(shape)) for shape in shapes)
 
     def _of_fusion(self, one: hlo.Instruction, written: list[int], shapes: list[str]) -> int:
         name = one.called["calls"][0]
@@ -249,7 +249,7 @@ class _Counter:
         }
         total = 0
         for number, shape in enumerate(shapes):
-            whole = sum(_stored(shape))
+            whole = sum(stored(shape))
             if whole and number in numbers:
                 total += min(whole, self._read(name, numbers[number], whole, 0))
         results = self._results(name)

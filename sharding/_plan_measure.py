@@ -308,7 +308,7 @@ def cache_figures(cache: Any, module: hlo.Module, loop: hlo.Instruction) -> dict
     """Bytes of the cache on a device, of the whole cache, and of its copies in a trip of the loop.
 
     The loop should write a token's keys and values in place: a copy as large as the cache costs
-    more than all weights.
+    more than all weights. (A cache so small that the TPU keeps it in fast memory may be copied.)
     """
     parts = carried(cache, loop)
     dims = {dims for _, dims in parts}
@@ -316,7 +316,9 @@ def cache_figures(cache: Any, module: hlo.Module, loop: hlo.Instruction) -> dict
         module,
         loop.body,
         wanted=lambda one: (
-            one.opcode in ("copy", "transpose") and hlo.arrays(one.shape)[0][1] in dims
+            one.opcode in ("copy", "transpose")
+            and hlo.arrays(one.shape)[0][1] in dims
+            and sum(_plan_costs.stored(one.shape)) > 0
         ),
     )
     return {
