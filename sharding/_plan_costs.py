@@ -165,7 +165,7 @@ class _Counter:
 
     def __init__(self, module: hlo.Module, dearest: bool = True):
         self.module = module
-        self.choose = max if dearest else min
+        self.sign = 1 if dearest else -1
         self.of = functools.cache(self._of)
         self.users = functools.cache(self._users)
 
@@ -187,7 +187,7 @@ class _Counter:
         called = [name for names in one.called.values() for name in names]
         if one.opcode == "conditional":
             branches = [self.of(name, fused) for name in called]
-            return cost + self.choose(branches, key=lambda found: (found.flops, found.bytes))
+            return cost + max(branches, key=lambda one: (one.flops, self.sign * one.bytes))
         if one.opcode == "while":
             return cost + self.of(one.body, fused).times(hlo.trips(self.module, one) or 1)
         if one.opcode in ("call", "async-start"):
@@ -321,7 +321,8 @@ def count(module: hlo.Module, computation: str | None = None, *, dearest: bool =
     Args:
       module: from :func:`sharding.hlo.parse`.
       computation: its name; the whole program when None.
-      dearest: of a conditional the dearest branch counts, else the cheapest.
+      dearest: of a conditional's branches with the most FLOPs, the one with the most bytes counts;
+        else the one with the fewest (of sampling, the branch without filters).
 
     Returns:
       A :class:`Cost`. A loop whose trip count is not known counts once.

@@ -375,7 +375,15 @@ def test_batched_products_and_the_dearest_branch():
         return jax.lax.cond(flag[0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
 
     assert cost_of(run, (1,), (32, 32)).flops == 2 * 2 * 32**3
-    assert cost_of(run, (1,), (32, 32), dearest=False).flops == 2 * 32**3
+
+
+def test_of_branches_without_products_either_can_count():
+    def run(flag, x):
+        return jax.lax.cond(flag[0] > 0, lambda x: jnp.sort(jnp.sort(x, 0), 1), lambda x: x + 1, x)
+
+    most, least = (cost_of(run, (1,), (64, 64), dearest=dearest) for dearest in (True, False))
+    assert most.flops == least.flops == 0
+    assert most.bytes >= least.bytes + 2 * 64 * 64 * 4
 
 
 CONVOLUTION = """HloModule conv
