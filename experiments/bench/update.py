@@ -36,29 +36,10 @@ import rlhf_jax as rl
 from experiments.bench import batching, timing
 from experiments.bench.peers import FOLDER, Peer, Workload, run_json, workload
 from experiments.bench.tables import Table, run_sections
+from sharding.plan import grpo_loss_fn, step_shapes
 
 SECTIONS = ("speed", "memory", "remat", "packing")
 MIB = 2**20
-
-
-def grpo_loss_fn(*, kl_coef: float, clip: float) -> Any:
-    """The peers' loss: GRPO with its KL in the loss."""
-
-    def loss_fn(output: rl.types.PolicyOutput, batch: rl.Batch) -> Any:
-        return rl.losses.grpo_loss(
-            output.log_probs,
-            batch.old_log_probs,
-            batch.advantages,
-            batch.mask,
-            ref_log_probs=batch.ref_log_probs,
-            kl_coef=kl_coef,
-            clip_low=clip,
-            clip_high=clip,
-            aggregation="token_mean",
-            denominator=batch.denominator,
-        )
-
-    return loss_fn
 
 
 def grpo_step(policy: Any, work: Workload, **options: Any) -> tuple[Any, Any]:
@@ -174,27 +155,6 @@ def speed(
         rows.append((peer.name, names[part], f"{cpu:.2f}", f"{wall:.2f}", f"{peak:.0f}", *factors))
     header = ("trainer", "parts", "CPU-seconds", "seconds", "peak MB")
     return Table((*header, "ours ÷ it (CPU)", "bar", "ours ÷ it (memory)"), rows)
-
-
-def step_shapes(model: rl.models.Decoder, rows: int, length: int, prompt: int) -> rl.Batch:
-    """The shapes of a batch of `rows` × `length`."""
-    full = (rows, length)
-
-    def of(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    shapes: Any = dict(
-        tokens=of(full, jnp.int32),
-        mask=of(full, jnp.bool_),
-        attention_mask=of(full, jnp.bool_),
-        group_ids=of((rows,), jnp.int32),
-        advantages=of((rows,)),
-        old_log_probs=of(full),
-        sampler_log_probs=of(full),
-        ref_log_probs=of(full),
-        denominator=of((rows,)),
-    )
-    return rl.Batch(**shapes, start=prompt)
 
 
 def compiled(policy: Any, model: rl.models.Decoder, work: Workload, batch: rl.Batch) -> Any:

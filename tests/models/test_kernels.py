@@ -155,10 +155,10 @@ def test_a_decoder_with_a_kernel_gives_the_same_gradients():
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_splash_compiles_for_a_tpu_without_holding_the_scores():
-    from experiments.bench import tpu_decode
+    from sharding.plan import devices_of
 
     layout = sharding.get_layout("fsdp_tensor")
-    mesh = sharding.make_mesh(layout, tpu_decode.topology("v5e:2x4"))
+    mesh = sharding.make_mesh(layout, devices_of("v5e:2x4"))
     length, spread = 4096, jax.NamedSharding(mesh, jax.P("fsdp", None, "tensor", None))
     shapes = [
         jax.ShapeDtypeStruct((4, length, heads, 128), jnp.bfloat16, sharding=spread)

@@ -10,7 +10,8 @@ import pytest
 
 import rlhf_jax as rl
 import sharding
-from experiments.bench import hlo, update
+from experiments.bench import update
+from sharding import hlo
 
 ROWS, LENGTH, START, BLOCKS = 16, 52, 12, 5
 MODEL = rl.models.Decoder(

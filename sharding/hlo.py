@@ -5,8 +5,17 @@
     transfers(module, loop.body)                 # what one trip of it exchanges, layers counted
     carried_parameters(module, loop.body)        # collectives that move parameters, by name
 
-An instruction's origin is followed back through what only moves data (slices, copies, converts,
-tuples, loops, fusions of those) to a parameter of the program; arithmetic ends the walk.
+A TPU program hides collectives in four ways, all of which are counted once here:
+
+- A collective that runs beside arithmetic is cut up: a fusion starts it, every fusion that it runs
+  beside holds a copy of it (same channel, ``async_collective_fusion_config``), another ends it.
+- A reduce-scatter is a fusion of an all-reduce and the slice that a device keeps.
+- A gather or scatter that a product eats piece by piece is a loop of collective-permutes, two
+  pieces a trip: its counter goes up by 2 (:mod:`sharding._plan_loops`).
+- Between slices it is a send and a receive of the host's runtime, told apart by an attribute; the
+  program is that of one slice.
+
+Some all-reduces are gathers in truth, or reduce-scatters: :mod:`sharding._plan_roles`.
 """
 
 from __future__ import annotations
@@ -17,6 +26,11 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+from sharding import _plan_loops
+from sharding._plan_groups import group_size
+from sharding._plan_roles import roles
+from sharding._plan_sources import sources
+
 KINDS = (
     "all-gather",
     "all-reduce",
@@ -26,20 +40,24 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-MOVES = {  # operations that hand data on without arithmetic
-    *("bitcast", "bitcast-convert", "concatenate", "convert", "copy", "copy-done", "copy-start"),
-    *("dynamic-slice", "dynamic-update-slice", "opt-barrier", "pad", "reduce-precision"),
-    *("reshape", "slice", "transpose", "all-gather", "all-gather-start", "all-gather-done"),
-    *("all-to-all", "collective-permute", "collective-permute-start", "collective-permute-done"),
-    *("async-start", "async-update", "async-done", "slice-start", "slice-done"),
-}
 BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16}
 ARRAY = re.compile(r"\b([a-z]+[0-9]*(?:e\d+m\d+\w*)?)\[([0-9,<=]*)\]")
 CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+BEGINS = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = ")
+GROUPS = re.compile(
+    r"\breplica_groups=(\{(?:\{[^}]*\},?)*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
+    r"|@?mesh[\[<][^\]>]*[\]>](?:, ?device_ids=\((?:[^()]|\([^()]*\))*\))? ?\{[^}]*\})"
+)
+PAIRS = re.compile(r"\bsource_target_pairs=(\{(?:\{[^}]*\},?)*\})")
+BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+SLICES = "slices"  # in the place of a collective's groups: every device with its peers elsewhere
+DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+CONTINUED = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(?!-1")')
+STARTED = re.compile(r'"async_collective_fusion_config":\{"flag_start":"-1"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +87,17 @@ class Instruction:
     def kind(self) -> str | None:
         """The collective that it starts, if it is one."""
         kind = self.opcode.removesuffix("-start")
+        if kind == "recv" and (joined := BETWEEN_SLICES.search(self.rest)):
+            kind = joined[1].lower().replace("_", "-")
         return kind if kind in KINDS else None
+
+    @property
+    def groups(self) -> str:
+        """The text that says which devices exchange with each other; empty where nothing does."""
+        if self.opcode == "recv":
+            return SLICES
+        found = GROUPS.search(self.rest) or PAIRS.search(self.rest)
+        return found[1] if found else ""
 
     def attribute(self, name: str) -> str:
         """An attribute such as ``index``; empty when it is not there."""
@@ -88,11 +116,16 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """Computations by name, the entry, and who calls each computation."""
+    """Computations by name, the entry, who calls each computation, and for how many devices.
+
+    ``started`` holds the channels of the collectives that a fusion starts and others go on with.
+    """
 
     computations: dict[str, Computation]
     entry: str
     callers: dict[str, list[tuple[str, Instruction, str, int]]]
+    devices: int = 1
+    started: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +133,9 @@ class Transfer:
     """One collective, or copy, of a stretch of a program.
 
     ``bytes`` is the result on one device, ``times`` how often it runs, ``sources`` the program's
-    parameters that it moves untouched.
+    parameters that it moves untouched, ``groups`` which devices exchange, ``wire`` the bytes that
+    one device receives of others in one run (of an all-reduce: in both halves of a ring's), and
+    ``stands_for`` the collective that it is in truth (:mod:`sharding._plan_roles`).
     """
 
     kind: str
@@ -108,6 +143,9 @@ class Transfer:
     bytes: int
     times: int
     sources: tuple[str, ...]
+    groups: str = ""
+    wire: int = 0
+    stands_for: str = ""
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -154,11 +192,29 @@ def _instruction(line: str) -> Instruction | None:
     return Instruction(head.removeprefix("%"), shape, opcode, operands, text[close:])
 
 
+def _lines(text: str) -> Iterator[str]:
+    """Lines; one whose braces close in a later line comes whole (a kernel's metadata does that)."""
+    held, open_ = "", 0
+    for line in text.splitlines():
+        if not open_ and " = " not in line:
+            yield line
+            continue
+        if open_ and BEGINS.match(line):  # never closed: better one odd line than a lost program
+            yield held
+            held, open_ = "", 0
+        bare = QUOTED.sub("", line)
+        open_ += bare.count("{") - bare.count("}")
+        held = f"{held} {line}" if held else line
+        if open_ <= 0:
+            yield held
+            held, open_ = "", 0
+
+
 def parse(text: str) -> Module:
     """The text of ``compiled.as_text()`` as computations and instructions."""
     computations, entry = {}, ""
     name, lines, root = "", {}, ""
-    for line in text.splitlines():
+    for line in _lines(text):
         if (opening := re.match(r"^(ENTRY )?%?([\w.\-]+) .*\{$", line)) and " = " not in line:
             name, lines, root = opening[2], {}, ""
             entry = name if opening[1] else entry
@@ -169,13 +225,17 @@ def parse(text: str) -> Module:
             lines[found.name] = found
             root = found.name if line.lstrip().startswith("ROOT ") else root
     callers: dict[str, list[tuple[str, Instruction, str, int]]] = {}
+    started = set()
     for computation in computations.values():
         for instruction in computation.instructions.values():
+            if instruction.kind and STARTED.search(instruction.rest):
+                started.add(instruction.attribute("channel_id"))
             for role, names in instruction.called.items():
                 for index, called in enumerate(names):
                     caller = (computation.name, instruction, role, index)
                     callers.setdefault(called, []).append(caller)
-    return Module(computations, entry, callers)
+    counts = [int(count) for count in DEVICES.findall(text[: text.find("\n")])]
+    return Module(computations, entry, callers, max(counts, default=1), frozenset(started))
 
 
 def instructions(module: Module, computation: str) -> Iterator[tuple[str, Instruction]]:
@@ -192,15 +252,8 @@ def instructions(module: Module, computation: str) -> Iterator[tuple[str, Instru
 
 
 def trips(module: Module, loop: Instruction) -> int | None:
-    """A while loop's trip count, if it is fixed: by the compiler's note, or a scan's `i < n`."""
-    if noted := TRIPS.search(loop.rest):
-        return int(noted[1])
-    inside = module.computations[loop.called["condition"][0]]
-    root = inside.instructions[inside.root]
-    if root.opcode != "compare" or root.attribute("direction") != "LT":
-        return None
-    limit = inside.instructions[root.operands[1]]
-    return int(limit.operands[0]) if limit.opcode == "constant" else None
+    """A while loop's trip count, if it is fixed; see :func:`sharding._plan_loops.trips`."""
+    return _plan_loops.trips(module, loop)
 
 
 def outer_loop(module: Module) -> Instruction:
@@ -221,66 +274,64 @@ def outer_loop(module: Module) -> Instruction:
     return max(outer, key=lambda loop: sum(size(*array) for array in arrays(loop.shape)))
 
 
-def _operand_paths(instruction: Instruction, path: tuple[int, ...]) -> list[tuple[str, tuple]]:
-    """Operands that this part of an instruction's result is made of, when it only moves data."""
-    if instruction.opcode == "tuple":
-        picked = instruction.operands[path[0] : path[0] + 1] if path else instruction.operands
-        return [(name, path[1:]) for name in picked]
-    if instruction.opcode == "get-tuple-element":
-        return [(instruction.operands[0], (int(instruction.attribute("index")), *path))]
-    if instruction.opcode == "while":
-        return [(instruction.operands[0], path)]
-    if instruction.opcode in MOVES:
-        count = {"dynamic-slice": 1, "dynamic-update-slice": 2}.get(instruction.opcode, 99)
-        return [(name, ()) for name in instruction.operands[:count]]
-    return []
+def continued(module: Module, instruction: Instruction) -> bool:
+    """Whether this is a copy of a collective that another fusion has started."""
+    return bool(CONTINUED.search(instruction.rest)) and (
+        instruction.attribute("channel_id") in module.started
+    )
 
 
-def _handed_in(caller: Instruction, role: str, index: int, number: int) -> str | None:
-    """The caller's operand that is parameter `number` of the computation that it calls."""
-    if caller.opcode == "while":
-        return caller.operands[0]
-    if caller.opcode == "conditional":
-        return caller.operands[1 + (index if role == "branch_computations" else role[0] == "f")]
-    return caller.operands[number] if number < len(caller.operands) else None
+def scattered_sum(module: Module, fusion: Instruction) -> Instruction | None:
+    """The all-reduce inside a fusion that keeps a slice of its result: a reduce-scatter."""
+    for name in fusion.called.get("calls", []):
+        inside = module.computations[name]
+        root = inside.instructions[inside.root]
+        while root.opcode in ("bitcast", "copy", "convert"):
+            root = inside.instructions[root.operands[0]]
+        sums = [one for one in inside.instructions.values() if one.kind == "all-reduce"]
+        if len(sums) == 1 and root.opcode == "dynamic-slice":
+            return sums[0]
+    return None
 
 
-def sources(module: Module, computation: str, name: str) -> tuple[str, ...]:
-    """The program's parameters of which this value is a moved (part of a) copy."""
-    found, seen = set(), set()
-    todo: list[tuple[str, str, tuple[int, ...]]] = [(computation, name, ())]
-    while todo:
-        place = todo.pop()
-        where, what, path = place
-        if place in seen or what not in module.computations[where].instructions:
-            continue
-        seen.add(place)
-        instruction = module.computations[where].instructions[what]
-        if instruction.opcode == "parameter":
-            if where == module.entry:
-                found.add(instruction.attribute("op_name") or what)
-            for caller_in, caller, role, index in module.callers.get(where, []):
-                operand = _handed_in(caller, role, index, int(instruction.operands[0]))
-                if operand is not None:
-                    todo.append((caller_in, operand, path))
-            continue
-        todo.extend((where, operand, inner) for operand, inner in _operand_paths(instruction, path))
-        if instruction.opcode in ("while", "fusion", "call", "conditional", "async-start"):
-            for role, names in instruction.called.items():
-                if role != "condition":
-                    todo.extend((n, module.computations[n].root, path) for n in names)
-    return tuple(sorted(found))
+def _wire(kind: str, count: int, parts: int) -> int:
+    """Bytes that one of `parts` devices receives, of a collective with a result of `count`."""
+    if kind == "collective-permute":
+        return count
+    if kind == "reduce-scatter":
+        return count * (parts - 1)
+    return count * (parts - 1) * (2 if kind == "all-reduce" else 1) // parts
 
 
-def _transfer(module: Module, where: str, instruction: Instruction, times: int) -> Transfer:
-    parts = [size(*array) for array in arrays(instruction.shape)]
-    # the start of an asynchronous one returns its operand beside its result
-    count = max(parts, default=0) if instruction.opcode.endswith("-start") else sum(parts)
+def _transfers(
+    module: Module, where: str, instruction: Instruction, times: int, within: Instruction | None
+) -> list[Transfer]:
+    """A collective or copy; `within` is the all-reduce inside a fusion that is a reduce-scatter.
+
+    One of several operands comes once for each of the things that they stand for.
+    """
+    kind = "reduce-scatter" if within else instruction.kind or instruction.opcode
+    found = arrays(instruction.shape)
+    if instruction.opcode.endswith("-start") or instruction.opcode == "recv":
+        # the start of an asynchronous one returns its operand beside its result
+        pick = min if kind == "reduce-scatter" else max
+        large = [array for array in found if size(*array) > 8] or found
+        found = [pick(large, key=lambda array: size(*array))] if large else []
+    told = roles(module, where, instruction) if instruction.kind else [""]
+    told = told if len(told) == len(found) else [told[0] if told else ""] * len(found)
+    groups = (within or instruction).groups
+    joins = kind in KINDS and groups != SLICES
+    parts = group_size(groups, module.devices) if joins else 1
     moved = {s for operand in instruction.operands for s in sources(module, where, operand)}
-    kind = instruction.kind or instruction.opcode
-    largest = max(arrays(instruction.shape), key=lambda array: size(*array), default=("", ()))
-    shape = f"{largest[0]}[{','.join(map(str, largest[1]))}]"
-    return Transfer(kind, shape, count, times, tuple(sorted(moved)))
+    out = []
+    for role in dict.fromkeys(told):
+        held = [array for array, other in zip(found, told, strict=True) if other == role]
+        count = sum(size(*array) for array in held)
+        dtype, dims = max(held, key=lambda array: size(*array))
+        wire = _wire(kind, count, parts) if joins else count if groups == SLICES else 0
+        shape = f"{dtype}[{','.join(map(str, dims))}]"
+        out.append(Transfer(kind, shape, count, times, tuple(sorted(moved)), groups, wire, role))
+    return out
 
 
 def total(found: list[Transfer]) -> int:
@@ -304,8 +355,12 @@ def transfers(
     inner = functools.partial(transfers, module, dearest=dearest, wanted=wanted)
     found = []
     for instruction in module.computations[computation].instructions.values():
-        if wanted(instruction):
-            found.append(_transfer(module, computation, instruction, times))
+        summed = scattered_sum(module, instruction) if instruction.opcode == "fusion" else None
+        if summed is not None and wanted(summed):
+            found += _transfers(module, computation, instruction, times, summed)
+            continue
+        if wanted(instruction) and not continued(module, instruction):
+            found += _transfers(module, computation, instruction, times, None)
         called = instruction.called
         if instruction.opcode == "conditional":
             branches = [inner(name, times) for names in called.values() for name in names]
@@ -321,9 +376,10 @@ def transfers(
 def carried_parameters(module: Module, computation: str, pattern: str = "") -> list[Transfer]:
     """Collectives anywhere under a computation that move parameters whose name has `pattern`."""
     found = [
-        _transfer(module, where, instruction, 1)
+        one
         for where, instruction in instructions(module, computation)
         if instruction.kind
+        for one in _transfers(module, where, instruction, 1, None)
     ]
     return [one for one in found if any(pattern in source for source in one.sources)]
 

@@ -1,0 +1,157 @@
+"""Plans a model on a TPU slice that is not there: memory, work, exchanges and time, by compiling.
+
+    python -m sharding.plan --model llama3-8b --topology v5e:8x8 --layout fsdp_tensor --tensor 4
+    python -m sharding.plan --model path/to/config.json --topology v5p:4x4x4 --rows 128 --json F
+    python -m sharding.plan --model qwen3-8b --topology v5e:8x8 --search --cache plans/
+    python -m sharding.plan --model mine/ --topology cpu:8 --layout fsdp        # without libtpu
+
+Needs ``libtpu`` for TPUs (``pip install '.[tpu-plan]'``) and no TPU; nothing is executed. Compiled
+are the update (GRPO, AdamW), the prefill and a token of generation, of ``rl.generate`` or of the
+engine. Memory is the compiler's own plan. FLOPs, bytes and collectives are counted in the program's
+text, loops as often as they run; the time is a roofline (:mod:`sharding.hardware`), so a bound.
+``--search`` tries layouts × micro-batches × remat and ranks those that fit. Bad input ends with one
+line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import rlhf_jax as rl
+import sharding
+from sharding import _plan_report, _plan_search
+from sharding._plan_make import PROGRAMS, Request, make
+from sharding._plan_programs import Sizes, grpo_loss_fn, step_shapes
+from sharding._plan_targets import MODELS, devices_of, known_of, model_of
+
+__all__ = [
+    "MODELS",
+    "Request",
+    "Sizes",
+    "devices_of",
+    "grpo_loss_fn",
+    "known_of",
+    "main",
+    "make",
+    "model_of",
+    "step_shapes",
+]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sharding.plan", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    built_in = ", ".join(MODELS)
+    add("--model", default="llama3-8b", help=f"config.json, its folder, or one of {built_in}")
+    add("--topology", default="v5e:8x8", help="chip:shape, e.g. v5e:16x16, v5p:4x4x4, cpu:8")
+    add("--slices", type=int, default=1, help="slices of that topology")
+    add("--layout", default="fsdp_tensor", help="a named layout, or file.toml:name")
+    add("--tensor", type=int, help="size of the layout's tensor axis")
+    add("--remat", default="full", choices=rl.models.Decoder.REMAT)
+    add("--attention", choices=("xla", "splash"), help="the update's attention")
+    add("--programs", type=_names, default=("train", "prefill", "round"))
+    add("--whole-heads", action="store_true", help="heads that do not divide lie on every device")
+    add("--json", type=Path, help="also write the figures here")
+    add("--plot", type=Path, help="also draw them here (needs matplotlib)")
+    add("--cache", type=Path, help="folder that keeps results: nothing is compiled twice")
+    add("--search", action="store_true", help="rank layouts × micro-batches × remat")
+    add("--compile", type=int, default=8, help="of the search: how many to compile")
+    add("--minutes", type=float, default=25, help="of the search: begin no program after so long")
+    add("--try-micro-batches", type=_numbers, default=_plan_search.MICRO)
+    add("--try-remat", type=_names, default=_plan_search.REMAT)
+    for field in dataclasses.fields(Sizes):
+        add(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    return parser
+
+
+def _request(args: argparse.Namespace) -> Request:
+    for name, given, known in (
+        ("--programs", args.programs, PROGRAMS),
+        ("--try-remat", args.try_remat, rl.models.Decoder.REMAT),
+    ):
+        if wrong := sorted(set(given) - set(known)):
+            raise ValueError(f"{name}: unknown {', '.join(wrong)}; known: {', '.join(known)}")
+    layout = sharding.get_layout(args.layout)
+    if args.tensor is not None:
+        if args.tensor < 1:
+            raise ValueError(f"--tensor: got {args.tensor}; it must be at least 1")
+        layout = layout.with_sizes(tensor=args.tensor)
+    if "slice" in dict(layout.axes) and args.slices > 1:
+        layout = layout.with_sizes(slice=args.slices)
+    sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(Sizes)}
+    return Request(
+        name=args.model,
+        config=model_of(args.model),
+        topology=args.topology,
+        slices=args.slices,
+        layout=layout,
+        sizes=Sizes(**sizes),
+        remat=args.remat,
+        attention=args.attention,
+        programs=args.programs,
+        whole_heads=args.whole_heads,
+    )
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    request = _request(args)
+    if args.search:
+        found = _plan_search.ranked(
+            request,
+            cache=args.cache,
+            most=args.compile,
+            minutes=args.minutes,
+            tell=lambda line: print(line, file=sys.stderr, flush=True),
+            micro=args.try_micro_batches,
+            remat=args.try_remat,
+        )
+        print(_plan_search.table(found), flush=True)
+        if args.plot and found["ranked"]:
+            _plan_report.draw(found["ranked"][0]["plan"], args.plot)
+        return found
+    found = make(request, args.cache)
+    print(_plan_report.text(found), flush=True)
+    if args.plot:
+        _plan_report.draw(found, args.plot)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Args:
+      argv: arguments; those of the process when None.
+
+    Returns:
+      0, or 2 after one line about bad input.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        found = _run(args)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,424 @@
+"""The planner: its counts against hand arithmetic, its refusals, its files."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import rlhf_jax as rl
+import sharding
+from sharding import (
+    _plan_costs,
+    _plan_measure,
+    _plan_programs,
+    _plan_report,
+    _plan_search,
+    hardware,
+    hlo,
+    plan,
+)
+
+CONFIG = rl.models.DecoderConfig(
+    vocab_size=1040,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    tie_embeddings=False,
+)
+SIZES = plan.Sizes(rows=16, length=192, prompt=64, group=2, chunk=16, micro_batches=2)
+REQUEST = plan.Request(
+    name="tiny",
+    config=CONFIG,
+    topology="cpu:8",
+    layout=sharding.get_layout("fsdp_tensor"),
+    sizes=SIZES,
+    programs=("train",),
+)
+LAYER = 64 * (8 * (2 * 8 + 2 * 4) + 3 * 128)  # weights that are multiplied
+HEAD = 1040 * 64
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A plan of a train step, and the folder that keeps it."""
+    folder = tmp_path_factory.mktemp("plans")
+    return plan.make(REQUEST, folder), folder
+
+
+def weights(config):
+    norms = config.hidden_size * (2 * config.num_layers + 1)
+    return config.num_layers * LAYER + 2 * HEAD + norms
+
+
+@pytest.mark.long
+def test_parameters_and_optimizer_are_those_of_hand_arithmetic(trained):
+    held = trained[0]["held"]["train"]
+    # split over fsdp 4 × tensor 2; norms are split over fsdp alone
+    norms = 64 * 7 * 4 // 4
+    split = (weights(CONFIG) - 64 * 7) * 4 // 8
+    assert held["parameters"] == split + norms
+    assert held["optimizer"] == 2 * held["parameters"] + 3 * 4  # two moments, three counters
+
+
+@pytest.mark.long
+def test_flops_of_a_train_step_are_those_of_hand_arithmetic(trained):
+    found = trained[0]["programs"]["train"]
+    tokens, new, rows = 16 * 192, 16 * 128, 16
+    body = 2 * 3 * LAYER * tokens
+    # forward, again for the backward pass but for a layer's last product, and twice backward
+    body = 4 * body - 2 * 3 * 64 * 128 * tokens
+    # scores and values, as often: prompts see each other, completions everything
+    attention = 4 * (2 * 2 * 3 * 64 * rows * (64 * 64 + 128 * 192))
+    head = 6 * 2 * HEAD * new  # forward, again, and two gradients in two terms each
+    assert found["flops"] == (body + attention + head) / 8
+    # 6·N·T and half a square: nothing twice
+    model = 6 * (3 * LAYER * tokens + HEAD * new) + 3 * (2 * 2 * 3 * 64 * rows * 192**2) / 2
+    assert found["model flops"] == model / 8
+    assert found["not counted"] == {}
+
+
+@pytest.mark.long
+def test_a_step_is_planned_as_it_must_be(trained):
+    made, _ = trained
+    found = made["programs"]["train"]
+    assert found["updated in place"]
+    assert 0 < found["largest logits"] <= found["all logits"] / 4
+    axes = {(one["kind"], tuple(one["axes"])) for one in found["collectives"]}
+    assert {("all-gather", ("fsdp",)), ("all-reduce", ("tensor",))} <= axes
+    assert all(one["received"] > 0 for one in found["collectives"])
+    sizes = found["memory"]
+    assert sizes["peak"] >= sizes["arguments"] + sizes["temporaries"]
+    assert "fits" not in found and made["hbm"] is None  # nothing is known of host devices
+    least = made["least exchange"]
+    # per micro-batch two gathers of what fsdp splits, but for the embedding; bfloat16; 3 of 4 parts
+    own = (weights(CONFIG) - 64 * 7) // 2 + 64 * 7
+    assert least["scattered"] == own * 2 * 3 // 4
+    assert least["gathered"] == 2 * 2 * (own - HEAD // 2) * 2 * 3 // 4
+
+
+@pytest.mark.long
+def test_tables_files_and_the_picture(trained, tmp_path, monkeypatch):
+    made, folder = trained
+    text = _plan_report.text(made)
+    assert "fsdp=4, tensor=2 (8 × cpu)" in text
+    assert "| train step: all-gather | fsdp |" in text
+    assert "Host devices: their memory, bandwidth and links are not known" in text
+    _plan_report.draw(made, tmp_path / "new" / "plan.png")
+    assert (tmp_path / "new" / "plan.png").stat().st_size > 1000
+    # what is kept is not compiled again
+    monkeypatch.setattr(_plan_programs, "compile_train", None)
+    assert plan.make(REQUEST, folder) == json.loads(json.dumps(made))
+    other = dataclasses.replace(REQUEST, remat="none")
+    assert other.key() != REQUEST.key()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(57)
+def test_generation_by_hand_and_no_weights_move_under_tensor():
+    layout = sharding.get_layout("tensor").with_sizes(tensor=4)
+    request = dataclasses.replace(
+        REQUEST, layout=layout, programs=("prefill", "generate", "round"), topology="cpu:4"
+    )
+    made = plan.make(request)
+    prompts, pairs = 8, 2 * 2 * 3 * 64
+    prefill = 2 * 3 * LAYER * prompts * 64 + pairs * prompts * 64**2
+    assert made["programs"]["prefill"]["flops"] == prefill / 4
+    token = 16 * (2 * (3 * LAYER + HEAD) + pairs * 192)
+    for name in ("generate", "round"):
+        found = made["programs"][name]
+        assert found["flops"] == pytest.approx(token / 4, rel=0.01)
+        assert found["moved weights"] == []
+        assert found["copied a token"] == 0
+        assert made["held"][name]["cache"] * 4 == found["cache of all"]
+        sums = [one for one in found["collectives"] if one["kind"] == "all-reduce"]
+        # the embedding's lookup, and two sums a layer
+        assert sum(one["runs"] for one in sums) >= 1 + 2 * CONFIG.num_layers
+        assert all(one["axes"] == ["tensor"] for one in found["collectives"])
+    assert made["programs"]["prefill"]["memory"]["peak"] > made["held"]["prefill"]["parameters"]
+
+
+def run(capsys, *flags):
+    code = plan.main([str(flag) for flag in flags])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
+    return tmp_path
+
+
+@pytest.mark.long
+def test_the_command_line(capsys, model, tmp_path):
+    flags = ("--model", model, "--topology", "cpu:8", "--layout", "fsdp", "--programs", "prefill")
+    sizes = ("--rows", 32, "--group", 4, "--length", 48, "--prompt", 16)
+    file = tmp_path / "out" / "plan.json"
+    code, out, err = run(capsys, *flags, *sizes, "--json", file)
+    assert (code, err) == (0, "")
+    assert "| prefill |" in out
+    assert json.loads(file.read_text())["programs"]["prefill"]["flops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--topology", "v9:4x4"], "unknown chip 'v9' in 'v9:4x4'; known: v4, v5e"),
+        (["--topology", "v5e"], "got 'v5e'; write chip and shape"),
+        (["--topology", "cpu:512"], "'cpu:512', but jax has 8 host devices; set XLA_FLAGS"),
+        (["--layout", "nonsense"], "unknown name 'nonsense'; known layouts: "),
+        (["--layout", "dp", "--tensor", "2"], "layout 'dp' has no mesh axis 'tensor'"),
+        (["--layout", "tensor"], "axis 'kv_heads' has size 4, which mesh axis 'tensor' of size 8"),
+        (["--rows", "4", "--group", "1", "--layout", "dp"], "4 do not divide over data = 8"),
+        (["--micro-batches", "8", "--layout", "dp"], "(of a micro-batch): 2 do not divide"),
+        (["--micro-batches", "3"], "--micro-batches: 3 does not divide --rows 16"),
+        (["--prompt", "64"], "--prompt: 64 of --length 32 tokens"),
+        (["--rows", "0"], "--rows: got 0; it must be at least 1"),
+        (["--tensor", "0"], "--tensor: got 0"),
+        (["--slices", "2"], "--slices: host devices are one slice"),
+        (["--slices", "0"], "--slices: got 0"),
+        (["--programs", "train,nothing"], "--programs: unknown nothing; known: train"),
+        (["--model", "no/such/folder"], "no file or folder 'no/such/folder'"),
+        (["--search"], "of 'cpu:8' neither memory nor speed is known"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, model, flags, message):
+    base = ("--model", model, "--topology", "cpu:8", "--layout", "fsdp_tensor")
+    sizes = ("--rows", 16, "--group", 2, "--length", 32, "--prompt", 16)
+    code, out, err = run(capsys, *base, *sizes, *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_without_libtpu_it_says_so(capsys, model, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = run(capsys, "--model", model, "--topology", "v5e:4x8")
+    assert code == 2
+    assert "'v5e:4x8' needs libtpu, which is not installed" in err
+
+
+def test_without_matplotlib_the_plot_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match="matplotlib is not installed"):
+        _plan_report.draw({}, tmp_path / "plan.png")
+
+
+@pytest.mark.parametrize("name", plan.MODELS)
+def test_built_in_models_have_the_parameters_of_their_names(name):
+    count = rl.partition.count(rl.models.Decoder(plan.model_of(name)).shapes())
+    published = {"llama3-8b": 8.03e9, "qwen3-8b": 8.19e9, "llama3-70b": 70.6e9}
+    assert count == pytest.approx(published[name], rel=2e-3)
+
+
+def test_a_step_of_an_8b_model_by_its_parameters():
+    """6·N·T without attention, to a few percent: the embedding is looked up, not multiplied."""
+    flops = _plan_measure.model_flops(
+        plan.MODELS["llama3-8b"], plan.Sizes(rows=64, length=512, prompt=1)
+    )
+    assert flops["train"] == pytest.approx(6 * 7.5e9 * 64 * 512, rel=0.03)
+    assert flops["token"] == pytest.approx(2 * 7.5e9 * 64, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "hbm. Used 23.47G of 15.75G hbm. Exceeded hbm capacity by 7.72G.",
+        "the total memory required for HLO temporaries (23.47G) exceeds available HBM (15.75G).",
+    ],
+)
+def test_what_does_not_fit_says_what_it_needs(told):
+    found = _plan_measure.refusal(jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: E1000: {told}"))
+    assert found["needs"] == int(23.47 * 2**30) and found["of"] == int(15.75 * 2**30)
+    assert found["failed"].startswith("RESOURCE_EXHAUSTED")
+    assert "needs" not in _plan_measure.refusal(RuntimeError("something else\nlong"))
+
+
+# time
+
+
+class Chip:
+    """A device description with a place."""
+
+    platform, device_kind = "tpu", "made up"
+
+    def __init__(self, coords, slice_index=0):
+        self.coords, self.slice_index = coords, slice_index
+
+
+BETWEEN = """HloModule apart, num_partitions=4
+
+ENTRY %main (x: f32[1024,4]) -> f32[1024,4] {
+  %x = f32[1024,4]{1,0} parameter(0)
+  %t = token[] after-all()
+  %s = (f32[1024,4]{1,0}, u32[], token[]) send(%x, %t), is_host_transfer=true, \
+frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %r = (f32[1024,4]{1,0}, u32[], token[]) recv(%t), is_host_transfer=true, \
+frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %d = (f32[1024,4]{1,0}, token[]) recv-done(%r), is_host_transfer=true
+  ROOT %y = f32[1024,4]{1,0} get-tuple-element(%d), index=0
+}
+""".replace("\\\n", "")
+
+
+def test_the_roofline_by_hand():
+    """An all-gather of 64 KiB on 4 × 4 chips: along one torus axis half of the links carry it."""
+    text = """HloModule gather, num_partitions=16
+
+ENTRY %main (x: f32[1024,4]) -> f32[1024,16] {
+  %x = f32[1024,4]{1,0} parameter(0)
+  ROOT %y = f32[1024,16]{1,0} all-gather(%x), replica_groups=GROUPS, dimensions={1}
+}
+"""
+    chip = hardware.CHIPS["v5e"]
+    mesh = type("Mesh", (), {})()
+    places = [(i // 4, i % 4, 0) for i in range(16)]
+
+    class Devices(list):
+        @property
+        def flat(self):
+            return self
+
+    mesh.devices = Devices(Chip(place) for place in places)
+    received = 3 * 1024 * 4 * 4
+    one_axis = hlo.parse(text.replace("GROUPS", "[4,4]<=[16]"))
+    both = hlo.parse(text.replace("GROUPS", "{{0,1,4,5},{2,3,6,7},{8,9,12,13},{10,11,14,15}}"))
+    cost = _plan_costs.count(one_axis)
+    assert cost.bytes == 5 * 1024 * 4 * 4
+    clocks = _plan_measure.clocks(one_axis, cost, chip, mesh)
+    assert clocks.ici == pytest.approx(received / 100e9)
+    assert clocks.memory == pytest.approx(cost.bytes / 819e9)
+    assert clocks.network == clocks.arithmetic == 0
+    assert _plan_measure.clocks(both, cost, chip, mesh).ici == pytest.approx(received / 200e9)
+    # what another slice sends comes through the host's runtime
+    apart = hlo.parse(BETWEEN)
+    found = _plan_measure.clocks(apart, _plan_costs.count(apart), chip, mesh)
+    assert found.ici == 0
+    assert found.network == pytest.approx(1024 * 4 * 4 / (25e9 / 8))
+    assert found.bound_by == "network"
+
+
+def test_between_slices_is_an_axis_of_the_mesh():
+    mesh = type("Mesh", (), {})()
+    mesh.axis_names, mesh.shape = ("data", "fsdp"), {"data": 2, "fsdp": 4}
+    mesh.devices = np.array([[Chip((i, 0, 0), slice) for i in range(4)] for slice in range(2)])
+    (found,) = _plan_measure.exchanges(hlo.parse(BETWEEN), mesh)
+    assert (found["kind"], found["axes"], found["runs"]) == ("all-reduce", ["data"], 1)
+    assert found["received"] == 1024 * 4 * 4
+
+
+def test_half_a_chip_is_a_device_of_v4():
+    devices = [Chip((0, 0, 0)), Chip((0, 0, 0)), Chip((1, 0, 0)), Chip((1, 0, 0))]
+    assert plan.known_of("v4:2x1x1", devices).hbm == 16 * 2**30
+    assert plan.known_of("v5e:2x2", devices[::2]).hbm == 16 * 2**30
+
+
+# the search
+
+
+def test_the_search_leaves_out_what_cannot_work():
+    base = dataclasses.replace(
+        REQUEST, sizes=dataclasses.replace(SIZES, micro_batches=1), topology="v5e:2x4"
+    )
+    chip = dataclasses.replace(hardware.CHIPS["v5e"], hbm=4 * 2**20)
+    found, left_out = _plan_search.candidates(
+        base, jax.devices()[:8], chip, micro=(1, 2, 4), remat=("full",)
+    )
+    ways = {(one.request.layout.name, one.request.sizes.micro_batches) for one in found}
+    assert ("fsdp", 2) in ways
+    assert ("fsdp", 4) not in ways  # 4 rows over 8 devices
+    reasons = dict(left_out)
+    assert any("do not divide" in why for why in reasons.values())
+    assert any("'kv_heads' has size 4" in why for why in reasons.values())  # tensor 8
+    tight = dataclasses.replace(chip, hbm=2**18)
+    found, left_out = _plan_search.candidates(
+        base, jax.devices()[:8], tight, micro=(1,), remat=("full",)
+    )
+    assert found == [] and any("needs at least" in why for _, why in left_out)
+    assert [one.rough for one in found] == sorted(one.rough for one in found)
+
+
+def test_the_search_ranks_what_fits_by_its_estimate(monkeypatch):
+    """Compiling is stood in for: every way takes as long as its name says."""
+    seconds = {"fsdp": 2.0, "dp": 1.0, "fsdp_tensor": 3.0, "tensor": 4.0}
+
+    def made(request, cache):
+        name = request.layout.name
+        train = {
+            "fits": name != "dp",
+            "estimate": seconds[name],
+            "without overlap": seconds[name],
+            "bound by": "ici",
+            "mfu bound": 0.5,
+            "memory": {"peak": 2**30},
+        }
+        return {"programs": {"train": train}}
+
+    known = {name: sharding.LAYOUTS[name] for name in seconds}
+    monkeypatch.setattr(sharding, "LAYOUTS", known)
+    monkeypatch.setattr(_plan_search, "make", made)
+    monkeypatch.setattr(_plan_search, "devices_of", lambda *_: jax.devices()[:8])
+    monkeypatch.setattr(_plan_search, "known_of", lambda *_: hardware.CHIPS["v5e"])
+    told = []
+    options = dict(micro=(1,), remat=("full",), tell=told.append)
+    found = _plan_search.ranked(dataclasses.replace(REQUEST, topology="v5e:2x4"), **options)
+    names = [one["told"].split(",")[0] for one in found["ranked"]]
+    assert names == ["fsdp", "fsdp_tensor tensor 2", "fsdp_tensor tensor 4"]
+    assert [one["told"].split(",")[0] for one in found["misfits"]] == ["dp"]
+    assert "1. fsdp" in _plan_search.table(found)
+    assert "Does not fit: dp" in _plan_search.table(found)
+    assert told
+    few = _plan_search.ranked(dataclasses.replace(REQUEST, topology="v5e:2x4"), **options, most=1)
+    assert len(few["waiting"]) == 3
+
+
+# with the TPU's compiler
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_the_tpu_compiler_agrees():
+    """FLOPs by hand, memory as the compiler says, no weights in the loop of a tensor layout."""
+    config = dataclasses.replace(
+        CONFIG,
+        vocab_size=2048,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    request = dataclasses.replace(
+        REQUEST,
+        config=config,
+        topology="v5e:2x4",
+        layout=sharding.get_layout("tensor"),
+        sizes=plan.Sizes(rows=16, length=512, prompt=256, group=2),
+        programs=("train", "round"),
+    )
+    try:
+        made = plan.make(request)
+    except ValueError as error:
+        if "libtpu open" in str(error):
+            pytest.skip("another process has libtpu open")
+        raise
+    train, token = made["programs"]["train"], made["programs"]["round"]
+    layer = 1024 * (128 * (2 * 16 + 2 * 8) + 3 * 2048)
+    body = (4 * layer - 1024 * 2048) * 2 * 3 * 16 * 512
+    head = 6 * 2 * 2048 * 1024 * 16 * 256
+    assert train["flops"] - train["kernel flops"] == pytest.approx((body + head) / 8, rel=0.03)
+    assert train["kernel flops"] == 11 * 2 * 3 * 16 * 16 * 512**2 * 128 / 8
+    assert train["fits"] and train["estimate"] > 0 and 0 < train["mfu bound"] < 1
+    assert train["updated in place"]
+    assert token["moved weights"] == [] and token["copied a token"] == 0
+    weights_read = made["held"]["round"]["parameters"]
+    assert weights_read * 0.8 < token["bytes"]
+    assert made["generation beside the state"] > made["state"]
+    assert "by formula" in _plan_report.text(made)
