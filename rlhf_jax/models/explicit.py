@@ -12,8 +12,6 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import checks
-
 __all__ = ["auto_inside", "like_rows", "placed", "rows_of", "sharded_as"]
 
 
@@ -49,7 +47,7 @@ def rows_of(array: Any) -> Any:
     Under Auto axes only a concrete array knows.
     """
     sharding = _sharding(array)
-    if sharding is None and checks.is_concrete(array):
+    if sharding is None and not isinstance(array, jax.core.Tracer):
         sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, jax.NamedSharding) or not sharding.spec or not sharding.spec[0]:
         return None
