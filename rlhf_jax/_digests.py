@@ -74,8 +74,9 @@ def _bits(data: np.ndarray) -> np.ndarray:
     """The elements' bytes as unsigned integers: [runs, run]."""
     size = data.dtype.itemsize
     kind = np.dtype(f"u{size if size in (1, 2, 4, 8) else 1}")
+    width = data.shape[-1] if data.ndim else 1
     rows = int(np.prod(data.shape[:-1], dtype=np.int64))
-    return np.ascontiguousarray(data).reshape(rows, -1).view(kind)
+    return np.ascontiguousarray(data).reshape(rows, width).view(kind)
 
 
 def _starts(shape: tuple[int, ...], index: tuple[slice, ...], whole: tuple[int, ...]) -> np.ndarray:

@@ -89,7 +89,7 @@ class Config:
     """Which process this is, from 0 on (or JAX_PROCESS_ID)."""
     processes: int | None = None
     """How many there are (or JAX_NUM_PROCESSES)."""
-    heartbeat_timeout: int = 30
+    heartbeat_timeout: int = 25
     """Seconds after which a silent process counts as dead, and all end."""
 
     def check_own(self, filled: Filled) -> None:

@@ -42,9 +42,14 @@ class _Pod:
     index: int
     names: tuple[str, ...]
     client: Any
-    timeout: float
+    timeout: int
     watch: _Watch
     last_words: _LastWords
+
+    @property
+    def me(self) -> str:
+        """This process's name."""
+        return f"process {self.index} of {len(self.names)} ({self.names[self.index]})"
 
 
 _pod: _Pod | None = None
@@ -72,12 +77,9 @@ def join(config: Any) -> None:
         raise
     names = tuple(hosts.exchange(socket.gethostname()))
     index = jax.process_index()
-    last_words.say(
-        f"error: process {index} of {len(names)} ({names[index]}) was ended from outside: killed, "
-        "or by JAX because process 0 is gone; start all processes again"
-    )
-    watch = _Watch(_client(), index, names, 0.6 * config.heartbeat_timeout, last_words)
-    _pod = _Pod(index, names, watch.client, 0.6 * config.heartbeat_timeout, watch, last_words)
+    watch = _Watch(_client(), index, names, config.heartbeat_timeout, last_words)
+    _pod = _Pod(index, names, watch.client, config.heartbeat_timeout, watch, last_words)
+    _prepare()
     watch.start()
 
 
@@ -85,11 +87,16 @@ def can_resume(folder: Any) -> None:
     """Tell the messages which run this is."""
     global _resume
     _resume = f" with --resume {folder}"
+    _prepare()
+
+
+def _prepare() -> None:
+    """What is said if this process ends and no line of its own comes before."""
     if _pod is not None:
-        me = f"process {_pod.index} of {len(_pod.names)} ({_pod.names[_pod.index]})"
+        other = f"process 0 ({_pod.names[0]})" if _pod.index else "another process"
         _pod.last_words.say(
-            f"error: {me} was ended from outside: killed, or by JAX because process 0 "
-            f"({_pod.names[0]}) is gone; start all processes again{_resume}"
+            f"error: {_pod.me} was ended from outside: killed, or by JAX because {other} is gone; "
+            f"look at the other logs, and start all again{_resume}"
         )
 
 
@@ -114,7 +121,7 @@ def signed(line: str) -> str:
     """A line for the terminal; on a pod it says which process speaks."""
     if _pod is None:
         return line
-    return f"{line} [process {_pod.index} of {len(_pod.names)}, {_pod.names[_pod.index]}]"
+    return f"{line} [{_pod.me}]"
 
 
 def await_verdict(error: BaseException) -> None:
@@ -129,8 +136,7 @@ def abandon(code: int, line: str) -> None:
         return
     _pod.watch.stop()
     _pod.last_words.take_back()
-    me = f"process {_pod.index} of {len(_pod.names)} ({_pod.names[_pod.index]})"
-    _end(_pod.client, _pod.index, len(_pod.names), code, f"{me} failed: {line}")
+    _end(_pod.client, _pod.index, len(_pod.names), code, f"{_pod.me} failed: {line}")
 
 
 def _asked(config: Any) -> dict[str, Any] | None:
@@ -174,7 +180,8 @@ def _number(given: int | None, flag: str, variable: str) -> int | None:
 def _initialize(asked: dict[str, Any], timeout: int) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        jax.distributed.initialize(**asked, heartbeat_timeout_seconds=timeout)
+        # The watch comes first and says who it is; JAX's own end of the process is the second line.
+        jax.distributed.initialize(**asked, heartbeat_timeout_seconds=2 * timeout)
     except ValueError as error:
         raise ValueError(
             f"--distributed found no TPU pod and no SLURM job that says who is who ({error}); give "
@@ -221,7 +228,7 @@ class _Watch(threading.Thread):
         client: Any,
         index: int,
         names: tuple[str, ...],
-        timeout: float,
+        timeout: int,
         last_words: _LastWords,
     ):
         super().__init__(name="pod", daemon=True)
@@ -261,7 +268,7 @@ class _Watch(threading.Thread):
                 self._seen[key] = (sign, now)
         return [
             f"process {index} of {len(self._names)} ({name}) died or cannot be reached: no sign of "
-            f"life for {self._timeout:.0f} s; look at its log, and start all again{_resume}"
+            f"life for {self._timeout} s; look at its log, and start all again{_resume}"
             for index, name in enumerate(self._names)
             if now - self._seen.setdefault(f"{_ALIVE}{index}", ("", now))[1] > self._timeout
         ]
