@@ -12,7 +12,7 @@ from tests.experiments import pods, scripts
 from tests.experiments.scripts import records, same
 
 # The test's own process 1 (or 0) does what RLHF_TEST_DO says when its reward is called for the
-# RLHF_TEST_AT-th time: two calls evaluate the start, then each step makes one.
+# RLHF_TEST_AT-th time: one call evaluates the start, then each step makes one.
 REWARDS = f"""
 import os, signal, sys, time
 import jax
@@ -152,7 +152,7 @@ def test_a_reward_that_fails_on_one_host_is_named_and_ends_all(flags, tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault(53)
 def test_sigterm_at_one_host_saves_and_stops_all(flags, one, tmp_path):
-    found, _ = killed(flags, tmp_path / "run", who=1, at=4, what="SIGTERM")
+    found, _ = killed(flags, tmp_path / "run", who=1, at=3, what="SIGTERM")
     assert [code for code, *_ in found] == [130, 130], found
     assert "stopped after step 2 of 9" in found[0][1]
     assert "stopping after this step" in found[1][2]
