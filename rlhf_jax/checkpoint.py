@@ -206,16 +206,14 @@ class Checkpointer:
         return trees, record["user"]
 
     def _read(self, step: int, targets: dict[str, Any]) -> dict[str, Any]:
-        args = {
-            name: self._ocp.args.StandardRestore(jax.tree.map(_abstract, _flatten(tree)))
-            for name, tree in targets.items()
-        }
+        flat = {name: jax.tree.map(_abstract, _flatten(tree)) for name, tree in targets.items()}
+        args = {name: self._ocp.args.StandardRestore(tree) for name, tree in flat.items()}
         found = self._manager.restore(
             step, args=self._ocp.args.Composite(**args, meta=self._ocp.args.JsonRestore())
         )
         record = found["meta"]
-        for name, tree in args.items():  # what is missing is an error of this step, not of the run
-            _ = [record["digests"][name][path] for path in tree.item], record["user"]
+        for name, tree in flat.items():  # what is missing is an error of this step, not of the run
+            _ = [record["digests"][name][path] for path in tree], record["user"]
         return {name: found[name] for name in (*targets, "meta")}
 
 

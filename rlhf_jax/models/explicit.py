@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 __all__ = ["auto_inside", "like_rows", "placed", "rows_of", "sharded_as"]
 
@@ -47,7 +48,7 @@ def rows_of(array: Any) -> Any:
     Under Auto axes only a concrete array knows.
     """
     sharding = _sharding(array)
-    if sharding is None and not isinstance(array, jax.core.Tracer):
+    if sharding is None and not isinstance(array, Tracer):
         sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, jax.NamedSharding) or not sharding.spec or not sharding.spec[0]:
         return None
