@@ -205,7 +205,7 @@ def _client() -> Any:
 
 
 def _end(client: Any, index: int, count: int, code: int, line: str) -> None:
-    """Leave a word for the others and end; process 0, who keeps the words, waits for them."""
+    """Leave a word for the others and end; process 0, who keeps the words, waits for ``count``."""
     try:
         client.key_value_set(f"{_END}{index}", line, allow_overwrite=True)
         until = time.monotonic() + 6
@@ -250,15 +250,17 @@ class _Watch(threading.Thread):
                 key = f"{_ALIVE}{self._index}"
                 self.client.key_value_set(key, str(beat), allow_overwrite=True)
                 words = [word for _, word in self.client.key_value_dir_get(_END) if word]
+                lost = []
                 if self._index == 0 and not words:
-                    words = self._missed(self.client.key_value_dir_get(_ALIVE))
+                    lost = self._missed(self.client.key_value_dir_get(_ALIVE))
             except Exception:  # the service is gone: JAX ends this process
                 continue
-            if words and not self._stopped.is_set():
+            if (words or lost) and not self._stopped.is_set():
                 self._last_words.take_back()
-                print(f"error: {words[0]}; this process ends too", file=sys.stderr)
-                word = words[0] if self._index == 0 else ""
-                _end(self.client, self._index, len(self._names), LOST, word)
+                word = (words or lost)[0]
+                print(f"error: {word}; this process ends too", file=sys.stderr)
+                word = word if self._index == 0 else ""
+                _end(self.client, self._index, len(self._names) - len(lost), LOST, word)
 
     def _missed(self, signs: list[tuple[str, str]]) -> list[str]:
         """Who has given no new sign for too long."""
