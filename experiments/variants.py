@@ -162,7 +162,7 @@ def sample_mixed(
         position = int(loop.more["position"])
         loop.more["position"] = loop.run.place_rows(jnp.int32(position + 1))
         fresh = loop.sample(step, position=position)
-        keep, _ = advantages.dynamic_sampling(fresh.rewards, np.asarray(fresh.rollout.group_ids))
+        keep, _ = advantages.dynamic_sampling(fresh.rewards, common.whole(fresh.rollout.group_ids))
         seen.append(fresh.rewards)
         both = np.concatenate([mixed, np.asarray(keep).reshape(-1, group).any(axis=1)])
         chosen = np.argsort(~both, kind="stable")[: len(fresh.prompts)]  # mixed groups first

@@ -1,5 +1,8 @@
 """Orbax checkpoints of named pytrees, with digests and a fall-back to the last whole one.
 
+With several processes all of them save and restore, on a disk that they share. A checkpoint does
+not depend on how many there were: neither do its arrays' digests (:mod:`rlhf_jax._digests`).
+
 Orbax writes a step into a temporary folder and renames it, so a killed run leaves no half step.
 It does not notice a damaged file or an empty step folder; the digest kept beside each array does,
 and :meth:`Checkpointer.restore` then says so and takes the step before.
@@ -18,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlhf_jax import _digests
 from rlhf_jax.partition import path_name
 
 __all__ = ["CheckpointError", "Checkpointer", "digest"]
@@ -82,7 +86,7 @@ class Checkpointer:
         if step in self.steps():
             return
         flat = {name: _flatten(tree) for name, tree in trees.items()}
-        digests = {name: {k: _digest(v) for k, v in tree.items()} for name, tree in flat.items()}
+        digests = {name: _digests.of(tree) for name, tree in flat.items()}
         items = {name: self._ocp.args.StandardSave(tree) for name, tree in flat.items()}
         record = {"step": step, "digests": digests, "user": meta or {}}
         args = self._ocp.args.Composite(**items, meta=self._ocp.args.JsonSave(record))
@@ -120,7 +124,7 @@ class Checkpointer:
 
     def _set_aside(self) -> None:
         """Move steps that could not be read out of the way: Orbax saves no step before them."""
-        for step in sorted(self._unusable):
+        for step in sorted(self._unusable) if jax.process_index() == 0 else ():
             number, path = 0, self.directory / f"unusable-{step}"
             while path.exists():
                 number += 1
@@ -128,6 +132,7 @@ class Checkpointer:
             (self.directory / str(step)).rename(path)
             logger.warning("checkpoint step %s could not be read; it is now %s", step, path)
         if self._unusable:
+            _digests.everywhere(True)  # nobody looks before process 0 has moved them
             self._unusable.clear()
             self._manager.reload()
 
@@ -159,8 +164,8 @@ class Checkpointer:
         reasons = []
         for candidate in [step] if step is not None else reversed(steps):
             try:
-                trees, meta = self._read(candidate, targets)
-            except Exception as error:  # whatever Orbax meets in a damaged folder
+                trees, meta = self._take(candidate, targets)
+            except ValueError as error:
                 reasons.append(f"step {candidate}: {_reason(error)}")
                 logger.warning("checkpoint %s is unusable, trying an older one", reasons[-1])
                 continue
@@ -183,29 +188,40 @@ class Checkpointer:
                 logger.warning("checkpoint step %s has no readable meta: %s", step, error)
         return {}
 
-    def _read(self, step: int, targets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        args = {
-            name: self._ocp.args.StandardRestore(jax.tree.map(_abstract, _flatten(tree)))
-            for name, tree in targets.items()
-        }
+    def _take(self, step: int, targets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read one step; all processes do, or all raise ValueError."""
+        found, reason = None, "another process could not read it"
+        try:
+            found = self._read(step, targets)
+        except Exception as error:  # whatever Orbax meets in a damaged folder
+            reason = _reason(error)
+        if not _digests.everywhere(found is not None) or found is None:
+            raise ValueError(reason)
+        record = found["meta"]
+        for name in targets:
+            for path, digest_ in _digests.of(found[name]).items():
+                if record["digests"][name][path] != digest_:
+                    raise ValueError(f"{name}/{path} does not match its digest (damaged file)")
+        trees = {name: _unflatten(found[name], tree) for name, tree in targets.items()}
+        return trees, record["user"]
+
+    def _read(self, step: int, targets: dict[str, Any]) -> dict[str, Any]:
+        flat = {name: jax.tree.map(_abstract, _flatten(tree)) for name, tree in targets.items()}
+        args = {name: self._ocp.args.StandardRestore(tree) for name, tree in flat.items()}
         found = self._manager.restore(
             step, args=self._ocp.args.Composite(**args, meta=self._ocp.args.JsonRestore())
         )
         record = found["meta"]
-        for name in targets:
-            for path, array in found[name].items():
-                expected = record["digests"][name][path]
-                if expected is not None and _digest(array) != expected:
-                    raise ValueError(f"{name}/{path} does not match its digest (damaged file)")
-        trees = {name: _unflatten(found[name], tree) for name, tree in targets.items()}
-        return trees, record["user"]
+        for name, tree in flat.items():  # what is missing is an error of this step, not of the run
+            _ = [record["digests"][name][path] for path in tree], record["user"]
+        return {name: found[name] for name in (*targets, "meta")}
 
 
 def digest(tree: Any) -> str:
     """A short digest of a pytree's names and values, to notice that weights are not the same.
 
     Args:
-      tree: a pytree of arrays; parts that only other hosts hold do not count.
+      tree: a pytree of arrays, laid out in any way; with several processes all must call.
 
     Returns:
       Eight hexadecimal digits.
@@ -215,8 +231,8 @@ def digest(tree: Any) -> str:
     False
     """
     found = 0
-    for path, leaf in sorted(_flatten(tree).items()):
-        found = zlib.crc32(f"{path}={_digest(leaf)};".encode(), found)
+    for path, one in sorted(_digests.of(_flatten(tree)).items()):
+        found = zlib.crc32(f"{path}={one};".encode(), found)
     return f"{found:08x}"
 
 
@@ -239,11 +255,3 @@ def _unflatten(flat: dict[str, Any], target: Any) -> Any:
 def _abstract(leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None)
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
-
-
-def _digest(array: Any) -> int | None:
-    """CRC-32 of the bytes; None for an array that other hosts hold parts of."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return None
-    flat: Any = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
-    return zlib.crc32(flat)

@@ -259,6 +259,16 @@ class WandB:
         self._run.finish()
 
 
+class _Nowhere:
+    """The file of a quiet tracker."""
+
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Drop it."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 class Tracker:
     """Sends the metrics of a run to all its backends, one step late.
 
@@ -272,6 +282,9 @@ class Tracker:
       resume_step: the step that a resumed run does next: records from it on are dropped from the
         files. None is a new run, which refuses a folder that has records.
       tensorboard: write TensorBoard files; by default if ``tensorboardX`` is installed.
+      quiet: write no files: for every process of a pod but the first. Records are read all the
+        same, since reading an array that is spread over hosts is the work of all of them, and go to
+        ``backends``.
 
     Raises:
       FileExistsError: a new run in the folder of another.
@@ -293,15 +306,26 @@ class Tracker:
         backends: Sequence[Backend] = (),
         resume_step: int | None = None,
         tensorboard: bool | None = None,
+        quiet: bool = False,
     ):
         self.folder = Path(folder)
+        self._backends = list(backends)
+        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._last = -1 if resume_step is None else resume_step - 1
+        self._evaluated = -1
+        self._metrics: Any = _Nowhere()
+        self._eval = self._samples = self._metrics
+        if not quiet:
+            self._open_files(resume_step, tensorboard)
+
+    def _open_files(self, resume_step: int | None, tensorboard: bool | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         paths = [self.folder / f"{name}.jsonl" for name in ("metrics", "eval", "samples")]
         if resume_step is None:
             used = [path.name for path in paths if path.exists() and path.stat().st_size]
             if used:
                 raise FileExistsError(
-                    f"run folder {str(folder)!r} already has {', '.join(used)}: "
+                    f"run folder {str(self.folder)!r} already has {', '.join(used)}: "
                     "resume that run, or choose another folder"
                 )
         else:
@@ -309,14 +333,11 @@ class Tracker:
                 # Weights of version k were evaluated before step k, which is done again.
                 rewind(path, resume_step + (path.name == "eval.jsonl"))
         self._metrics, self._eval, self._samples = (JsonLines(path) for path in paths)
-        self._backends = list(backends)
         if tensorboard is None:
             tensorboard = importlib.util.find_spec("tensorboardX") is not None
         if tensorboard:
             first = resume_step if resume_step else None
             self._backends.append(TensorBoard(self.folder / "tensorboard", first_step=first))
-        self._pending: tuple[int, dict[str, Any]] | None = None
-        self._last = -1 if resume_step is None else resume_step - 1
         self._evaluated = max((r["step"] for r in read_jsonl(paths[1])), default=-1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -366,7 +387,7 @@ class Tracker:
             for name, value in metrics.items()
         }
         self.flush()
-        if version <= self._evaluated:
+        if version <= self._evaluated and not isinstance(self._eval, _Nowhere):
             self._eval.close()
             rewind(self._eval.path, version)
             self._eval = JsonLines(self._eval.path)

@@ -5,6 +5,7 @@ A script reads as its algorithm because everything here has nothing to do with i
 
 from common.config import Config, Filled, check_kl_in_reward, check_numbers, main
 from common.critic import Critic, make_critic
+from common.hosts import whole
 from common.loop import Loop, Samples
 from common.passes import LogProbs, policy_of
 from common.saving import export, restore, save
@@ -47,4 +48,5 @@ __all__ = [
     "restore",
     "save",
     "start",
+    "whole",
 ]

@@ -10,11 +10,13 @@ import math
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import tasks
 
+from common import pod
 from rlhf_jax import checkpoint
 
 SMALL_MODEL = "smollm2-135m"
@@ -80,6 +82,16 @@ class Config:
     """Folder of the run; by default a new one in runs/."""
     resume: str | None = None
     """Folder of a run to go on with; its own flags count, but for steps."""
+    distributed: bool = False
+    """One of many processes, which a TPU pod or SLURM numbers; see docs/pods.md."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, where nobody numbers them (or JAX_COORDINATOR_ADDRESS)."""
+    process_id: int | None = None
+    """Which process this is, from 0 on (or JAX_PROCESS_ID)."""
+    processes: int | None = None
+    """How many there are (or JAX_NUM_PROCESSES)."""
+    heartbeat_timeout: int = 25
+    """Seconds after which a silent process counts as dead, and all end."""
 
     def check_own(self, filled: Filled) -> None:
         """Check a script's own flags; ``filled`` has the shared ones with their defaults.
@@ -217,21 +229,39 @@ def main(run: Callable[[Any], int], config_class: type = Config) -> None:
             reconfigure(errors="replace")
     debug = bool(os.environ.get("RLHF_JAX_DEBUG"))
     config = tyro.cli(config_class, description=sys.modules["__main__"].__doc__)
+    line = ""
     try:
+        pod.join(config)
         with contextlib.nullcontext() if debug else _own_errors_only():
             code = run(config)
-    except (ValueError, OSError, ImportError, checkpoint.CheckpointError) as error:
-        if debug:
-            raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        pod.leave()
+    except _BAD_INPUT as error:
+        line, code = " ".join(str(error).split()), 2
+        _show(error, pod.signed(f"error: {line}"), debug)
         atexit.register(_silence)  # what the threads of a full disk's writers still have to say
-        code = 2
-    except KeyboardInterrupt:
-        if debug:
+    except KeyboardInterrupt as error:
+        line, code = "stopped", 130
+        _show(error, pod.signed(line), debug)
+    except Exception as error:
+        if pod.alone():
             raise
-        print("stopped", file=sys.stderr)
-        code = 130
+        traceback.print_exc()
+        pod.await_verdict(error)
+        line, code = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", 1
+    if code:
+        pod.abandon(code, line)
     sys.exit(code)
+
+
+_BAD_INPUT = (ValueError, OSError, ImportError, checkpoint.CheckpointError)
+
+
+def _show(error: BaseException, line: str, debug: bool) -> None:
+    if debug and pod.alone():
+        raise error
+    if debug:
+        traceback.print_exc()
+    print(line, file=sys.stderr)
 
 
 @contextlib.contextmanager

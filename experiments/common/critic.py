@@ -10,6 +10,7 @@ import jax
 
 import rlhf_jax as rl
 import sharding
+from common import hosts
 from common.setup import Run
 from common.updates import Learner, make_learner
 from rlhf_jax import metrics, partition
@@ -56,7 +57,7 @@ def make_critic(
     model = rl.models.ValueModel(run.model, trunk_stacks=run.trunk_stacks)
     params = model.init(run.params)
     layout = sharding.tree_shardings(model.logical_axes(), params, run.layout, run.mesh)
-    params = jax.device_put(params, layout)
+    params = hosts.place(params, layout)
     learned = {"score/weight"}
     if separate:
         leaves = jax.tree_util.tree_flatten_with_path(run.trainable)[0]

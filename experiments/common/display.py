@@ -10,6 +10,7 @@ import numpy as np
 
 import rlhf_jax as rl
 import sharding
+from common import hosts
 from common.config import SMALL_MODEL
 from common.setup import Run
 from rlhf_jax import console, partition
@@ -17,6 +18,8 @@ from rlhf_jax import console, partition
 
 def print_plan(run: Run, *, first_step: int) -> None:
     """Say what will be done before it is done."""
+    if not hosts.is_first():
+        return
     config, model = run.config, run.model.config
     total, trained = partition.count(run.params), partition.count(run.trainable)
     prompts = config.prompts_per_step
@@ -57,6 +60,8 @@ def _memory(run: Run) -> int:
 
 def print_end(run: Run, before: dict[str, float], after: dict[str, float]) -> None:
     """The table, the picture and the command that samples from the result."""
+    if not hosts.is_first():
+        return
     print()
     rl.report.print_table(before, after, title="held-out prompts")
     picture = rl.report.plot_run(run.folder, title=f"{run.config.task}, seed {run.config.seed}")
@@ -66,7 +71,9 @@ def print_end(run: Run, before: dict[str, float], after: dict[str, float]) -> No
 
 
 def tracker(run: Run, *, first_step: int | None) -> rl.tracking.Tracker:
-    """The run's tracker: console, files, TensorBoard."""
+    """The run's tracker: console, files, TensorBoard; on a pod those of process 0 alone."""
+    if not hosts.is_first():
+        return rl.tracking.Tracker(run.folder, backends=[Watch()], quiet=True)
     shown = console.Console(total_steps=run.config.steps, first_step=first_step or 0)
     return rl.tracking.Tracker(run.folder, backends=[shown, Watch()], resume_step=first_step)
 
@@ -98,19 +105,21 @@ def show_samples(
     tracker: rl.tracking.Tracker,
     step: int,
     prompts: Sequence[str],
-    texts: list[str],
+    texts: Sequence[str | None],
     rewards: np.ndarray,
 ) -> None:
     """Two completions every few steps: the first of two prompts."""
     if step % run.config.sample_every and step != run.config.steps - 1:
         return
     group = run.config.group_size
+    shown = range(min(2, len(prompts)))
+    found = hosts.all_texts([texts[p * group] for p in shown])
     rows = [
         {
             "prompt": prompts[p],
-            "completion": texts[p * group],
+            "completion": found[p],
             "reward": None if np.isnan(rewards[p * group]) else rewards[p * group],
         }
-        for p in range(min(2, len(prompts)))
+        for p in shown
     ]
     tracker.samples(step, rows)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rlhf_jax as rl
-from common import display, passes, saving
+from common import display, hosts, passes, saving
 from common.passes import LogProbs
 from common.setup import Run
 from rlhf_jax import checkpoint, data, partition
@@ -32,11 +32,14 @@ from rlhf_jax.rewards import functions
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The completions of one step: as ids, as text, and what they were worth."""
+    """The completions of one step: as ids, as text, and what they were worth.
+
+    On a pod a process has the texts of its own rows, and None for the others'; it has all rewards.
+    """
 
     prompts: tuple[str, ...]
     rollout: rl.Rollout
-    texts: list[str]
+    texts: list[str | None]
     scores: functions.Scores
 
     @property
@@ -148,9 +151,10 @@ class Loop:
             self._record, self._began = {}, time.perf_counter()
             yield step
             done = step + 1
-            if done % run.config.save_every == 0 or done == last or self._interrupts.requested:
+            stopping = hosts.any_of(self._interrupts.requested)
+            if done % run.config.save_every == 0 or done == last or stopping:
                 self._save(done)
-            if self._interrupts.requested and done < last:
+            if stopping and done < last:
                 self._checkpoints.wait()
                 self.exit_code = saving.say_resume(run, done)
                 return
@@ -204,7 +208,7 @@ class Loop:
         self._tracker.log(
             step,
             {
-                **passes.reward_metrics(samples.scores, np.asarray(rollout.group_ids)),
+                **passes.reward_metrics(samples.scores, hosts.whole(rollout.group_ids)),
                 **passes.rollout_metrics(rollout, log_probs.old, log_probs.ref),
                 **metrics,
                 **record,

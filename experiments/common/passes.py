@@ -7,7 +7,7 @@ import dataclasses
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rlhf_jax as rl
+from common import hosts
 from common.setup import Run
 from rlhf_jax import data, partition, policy
 from rlhf_jax.rewards import functions
@@ -85,21 +86,46 @@ def make_sampler(run: Run) -> Callable[..., rl.Rollout]:
     return sampler
 
 
-def completions(run: Run, rollout: rl.Rollout) -> list[str]:
-    """Decode the sampled tokens for the reward and for people; training keeps the ids."""
-    tokens = np.asarray(rollout.tokens)[:, rollout.start :]
-    lengths = np.asarray(rollout.lengths)
+def completions(run: Run, rollout: rl.Rollout) -> list[str | None]:
+    """Decode the sampled tokens for the reward and for people; training keeps the ids.
+
+    On a pod each process decodes its own rows; the others' are None.
+    """
+    tokens, lengths = hosts.visible(rollout.tokens), hosts.visible(rollout.lengths)
+    mine = run.owners(len(lengths)) == jax.process_index()
     return [
-        run.tokenizer.decode(row[:length], skip_special_tokens=True)
-        for row, length in zip(tokens, lengths, strict=True)
+        run.tokenizer.decode(row[:length], skip_special_tokens=True) if own else None
+        for row, length, own in zip(tokens[:, rollout.start :], lengths, mine, strict=True)
     ]
 
 
-def score(run: Run, prompts: data.PromptBatch, texts: list[str]) -> functions.Scores:
-    """Call the task's reward on every completion."""
+def score(run: Run, prompts: data.PromptBatch, texts: Sequence[str | None]) -> functions.Scores:
+    """Call the task's reward on every completion; each process on its own, for all of them."""
     group = run.config.group_size
-    repeated = [prompt for prompt in prompts.prompts for _ in range(group)]
-    return functions.score(run.task.reward, repeated, texts, columns=prompts.columns(group))
+    rows = [row for row, text in enumerate(texts) if text is not None]
+
+    def judge() -> dict[str, Any]:
+        found = functions.score(
+            run.task.reward,
+            [prompts.prompts[row // group] for row in rows],
+            [text for text in texts if text is not None],
+            columns={n: [v[row // group] for row in rows] for n, v in prompts.columns().items()},
+        )
+        parts = {name: values.tolist() for name, values in found.by_function.items()}
+        return {"rows": rows, "rewards": found.rewards.tolist(), "parts": parts}
+
+    found = hosts.together(judge)
+
+    def all_rows(values: list[list[float]]) -> np.ndarray:
+        out = np.full(len(texts), np.nan, np.float32)
+        for one, part in zip(found, values, strict=True):
+            out[one["rows"]] = part
+        return out
+
+    return functions.Scores(
+        rewards=all_rows([one["rewards"] for one in found]),
+        by_function={n: all_rows([one["parts"][n] for one in found]) for n in found[0]["parts"]},
+    )
 
 
 @jax.jit
@@ -160,7 +186,8 @@ def evaluate(
     """
     draws, size = (8 if run.config.group_size == 1 else 1), run.held_out.steps_per_epoch
     params = partition.merge(trainable, run.frozen)
-    rewards, texts, found = [], [], []
+    rewards, found = [], []
+    texts: list[Any] = []
     for index in range(draws * size):
         key = jax.random.fold_in(run.key, 2**31 - 2 - 2 * (index // size))
         prompts = run.held_out.batch(index % size)
@@ -174,6 +201,7 @@ def evaluate(
     mean = {name: float(np.mean([f[name] for f in found])) for name in found[0]}
     seen = np.concatenate(rewards).astype(np.float64)
     seen = seen[~np.isnan(seen)]
+    texts = hosts.all_texts(texts)
     out = {"reward": float(seen.mean())} if seen.size else {}  # none judged: no figure
     if any(len(text.split()) > 1 for text in texts):
         out["distinct_2"] = rl.report.distinct_n(texts, 2)
@@ -192,12 +220,18 @@ def start_evaluation(
     reference: Any,
 ) -> dict[str, float]:
     """The held-out figures before the first update; a resumed run reads what it measured then."""
-    for record in rl.tracking.read_jsonl(run.folder / "eval.jsonl") if run.config.resume else ():
-        if record["step"] == 0:
-            return {k.removeprefix("eval/"): v for k, v in record.items() if "eval/" in k}
+    if run.config.resume and (before := hosts.first(lambda: _figures_at_start(run))):
+        return before
     figures = evaluate(run, sampler, scorer, trainable, reference, 0)
     tracker.evaluation(0, figures)
     return figures
+
+
+def _figures_at_start(run: Run) -> dict[str, float]:
+    for record in rl.tracking.read_jsonl(run.folder / "eval.jsonl"):
+        if record["step"] == 0:
+            return {k.removeprefix("eval/"): v for k, v in record.items() if "eval/" in k}
+    return {}
 
 
 @contextlib.contextmanager

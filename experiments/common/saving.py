@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 import rlhf_jax as rl
+from common import hosts
 from common.config import SMALL_MODEL
 from common.setup import Run
 from rlhf_jax import checkpoint, partition
@@ -64,20 +65,28 @@ def export(run: Run, trainable: Any) -> Path:
       OSError: it could not be written; the checkpoint is not touched.
     """
     path = run.folder / "model"
+    params = hosts.gathered(partition.merge(trainable, run.frozen))
+    hosts.first(lambda: _write(run, path, params))
+    return path
+
+
+def _write(run: Run, path: Path, params: Any) -> None:
     try:
-        rl.models.save(path, run.model, partition.merge(trainable, run.frozen), run.tokenizer)
+        rl.models.save(path, run.model, params, run.tokenizer)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"the model could not be written to {path}: {error}; nothing is lost: "
             f"make room, then --resume {run.folder}"
         ) from error
-    return path
 
 
 def say_resume(run: Run, step: int) -> int:
     """Say how an interrupted run goes on; returns its exit code, 130 as for Ctrl-C."""
-    print(f"\nstopped after step {step} of {run.config.steps}; everything is saved. Go on with:")
-    print(f"  python {sys.argv[0]} --resume {run.folder}", flush=True)
+    if hosts.is_first():
+        print(
+            f"\nstopped after step {step} of {run.config.steps}; everything is saved. Go on with:"
+        )
+        print(f"  python {sys.argv[0]} --resume {run.folder}", flush=True)
     return 130
 
 

@@ -18,6 +18,7 @@ import tasks
 
 import rlhf_jax as rl
 import sharding
+from common import hosts, pod
 from common.config import SMALL_MODEL, Config, Filled, fill, flag
 from rlhf_jax import checkpoint, data, partition, policy
 
@@ -49,7 +50,11 @@ class Run:
         """Put row-first arrays where the layout wants them; scalars go everywhere."""
         rows = sharding.row_sharding(self.layout, self.mesh)
         whole = jax.NamedSharding(self.mesh, jax.P())
-        return jax.device_put(tree, jax.tree.map(lambda x: rows if np.ndim(x) else whole, tree))
+        return hosts.place(tree, jax.tree.map(lambda x: rows if np.ndim(x) else whole, tree))
+
+    def owners(self, rows: int) -> np.ndarray:
+        """Which process decodes and scores each of so many rows; int [rows]."""
+        return hosts.owners(rows, self.layout, self.mesh)
 
     def sharing(self, rows: int) -> int:
         """How many of ``rows`` compute a prompt together: a group, if devices hold whole ones."""
@@ -80,17 +85,17 @@ def start(config: Config, *, algorithm: str, name: str | None = None) -> Run:
     Raises:
       ValueError, OSError, ImportError: one line that says what is wrong with the input.
     """
-    folder, own = _folder(config, algorithm, name or algorithm)
-    resumed = bool(_saved_steps(folder))
+    folder, own, resumed = _opened(config, algorithm, name or algorithm)
     task = tasks.build(own.task, seed=own.seed, prompts=own.prompts, reward=own.reward)
     config = fill(own, task.defaults)
     layout = sharding.get_layout(config.layout)
     mesh = sharding.make_mesh(layout)
+    hosts.check_mesh(layout, mesh)
     prompts = config.prompts_per_step
     _check_sizes(config, task, layout, mesh)
     model, params, tokenizer = _load(config, task)
     shardings = sharding.tree_shardings(model.logical_axes(), params, layout, mesh)
-    params = jax.device_put(params, shardings)
+    params = hosts.place(params, shardings)
     # A checkpoint holds what is trained; layers that the warm-up taught and RL froze are redone.
     warm = not resumed or bool(config.trainable_layers)
     if task.scratch is not None and config.model is None and warm:
@@ -115,9 +120,10 @@ def start(config: Config, *, algorithm: str, name: str | None = None) -> Run:
         )
         for rows in (task.train, held_out)
     )
-    folder.mkdir(parents=True, exist_ok=True)
     own = dataclasses.replace(own, **vars(config))
-    _write_config(folder, own, algorithm)
+    hosts.first(lambda: _write_config(folder, own, algorithm))
+    hosts.together(lambda: _check_shared(folder))
+    pod.can_resume(folder)
     return Run(
         config=config,
         own=own,
@@ -138,6 +144,21 @@ def start(config: Config, *, algorithm: str, name: str | None = None) -> Run:
         stop_ids=_stop_ids(task, tokenizer),
         key=jax.random.key(config.seed),
     )
+
+
+def _opened(config: Config, algorithm: str, name: str) -> tuple[Path, Config, bool]:
+    """The run's folder, its flags, and whether it goes on; as process 0 finds them."""
+    # Where a run is, is no part of what it is.
+    flags = {f.name: f.default for f in dataclasses.fields(config) if f.name in pod.FLAGS}
+    config = dataclasses.replace(config, **flags)
+
+    def look() -> dict[str, Any]:
+        folder, own = _folder(config, algorithm, name)
+        own = dataclasses.asdict(own)
+        return {"folder": str(folder), "own": own, "resumed": bool(_saved_steps(folder))}
+
+    found = hosts.first(look)
+    return Path(found["folder"]), type(config)(**found["own"]), found["resumed"]
 
 
 def _folder(config: Config, algorithm: str, name: str) -> tuple[Path, Config]:
@@ -223,11 +244,25 @@ def _check_length(config: Filled, model: rl.models.Decoder, prompt: int) -> None
 
 
 def _write_config(folder: Path, config: Config, algorithm: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     stored = dataclasses.asdict(dataclasses.replace(config, resume=None))
+    stored = {name: value for name, value in stored.items() if name not in pod.FLAGS}
     stored["algorithm"] = algorithm
     temporary = folder / "config.json.tmp"
     temporary.write_text(json.dumps(stored, indent=1) + "\n")
     temporary.replace(folder / "config.json")
+
+
+def _check_shared(folder: Path) -> None:
+    """Check that this process sees what process 0 wrote; a network's disk may take a while."""
+    for _ in range(20):
+        if (folder / "config.json").exists():
+            return
+        time.sleep(0.5)
+    raise ValueError(
+        f"{folder.absolute()} is not the folder that process 0 writes to: give a --run-dir on a "
+        "disk that all hosts share"
+    )
 
 
 def _load(config: Filled, task: tasks.Task) -> tuple[rl.models.Decoder, Any, Any]:
@@ -308,4 +343,4 @@ def _warm_up(config: Filled, scratch: tasks.Scratch, model: Any, params: Any) ->
         )
         state, _ = step(state, batch)
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    return jax.device_put(state.params, shardings)
+    return hosts.place(state.params, shardings)

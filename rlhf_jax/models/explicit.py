@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-
-from rlhf_jax import checks
+from jax.core import Tracer
 
 __all__ = ["auto_inside", "like_rows", "placed", "rows_of", "sharded_as"]
 
@@ -49,7 +48,7 @@ def rows_of(array: Any) -> Any:
     Under Auto axes only a concrete array knows.
     """
     sharding = _sharding(array)
-    if sharding is None and checks.is_concrete(array):
+    if sharding is None and not isinstance(array, Tracer):
         sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, jax.NamedSharding) or not sharding.spec or not sharding.spec[0]:
         return None
