@@ -95,6 +95,15 @@ def test_a_damaged_step_is_skipped_and_said(tmp_path, caplog):
     assert "step 2" in caplog.text
 
 
+def test_a_step_with_the_earlier_digests_is_not_called_damaged(tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier, Checkpointer(tmp_path) as checkpoints:
+        earlier.setattr("rlhf_jax._digests.of", lambda arrays: dict.fromkeys(arrays, 3632233996))
+        checkpoints.save(1, _trees(1))
+    refused = pytest.raises(CheckpointError, match="written by an rlhf-jax before")
+    with Checkpointer(tmp_path) as checkpoints, refused:
+        checkpoints.restore(_trees(1))
+
+
 def test_nothing_to_restore_is_an_error_that_says_where(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match="holds no step"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sharding
-from experiments.bench import tpu_decode
+from sharding import _plan_targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def tpu(monkeypatch):
     def devices(name, **options):
         from jax.experimental import topologies
 
-        tpu_decode.topology("v5e:2x2")  # sets what libtpu asks for
+        _plan_targets.devices_of("v5e:2x2")  # sets what libtpu asks for
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)
 
     return devices
