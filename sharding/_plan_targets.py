@@ -138,7 +138,8 @@ def devices_of(topology: str, slices: int = 1) -> list[Any]:
             f"topology: got {topology!r}; write chip and shape, e.g. v5e:16x16, v5p:4x4x4 or cpu:8"
         )
     chip_of(topology)
-    if not jax.config.jax_platforms:  # else a host with libtpu would look for a TPU of its own
+    config: Any = jax.config
+    if not config.jax_platforms:  # else a host with libtpu would look for a TPU of its own
         jax.config.update("jax_platforms", "cpu")
     if topology.startswith("cpu:"):
         if slices > 1:
