@@ -28,6 +28,7 @@ a layout had best list its axes in this order."""
 
 LOGICAL_AXES = (
     *("layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert"),
+    "rank",  # of an adapter
     *("prompt", "group"),  # of the key/value cache
 )
 """The names of a tensor's axes that the library uses. A layout may have rules for others."""

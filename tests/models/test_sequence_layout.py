@@ -12,7 +12,8 @@ import pytest
 
 import rlhf_jax as rl
 import sharding
-from experiments.bench import hlo, update
+from experiments.bench import update
+from sharding import hlo
 
 ROWS, LENGTH, START, VOCAB = 4, 40, 12, 80
 CONFIG = rl.models.DecoderConfig(
