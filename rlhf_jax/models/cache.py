@@ -13,6 +13,7 @@ the same axis as the plain array, so code that cuts, pads or copies slots maps o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -233,21 +234,34 @@ def append(held: Any, new: Array, step: Array) -> Any:
 
     A per-row step beyond the room writes nothing.
     """
-    # One scatter with [P, G] as batch axes: in place, and each device keeps to its own rows.
-    numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(0, 3, 4),
-        inserted_window_dims=(4,),
-        scatter_dims_to_operand_dims=(4,),
-        operand_batching_dims=(1, 2),
-        scatter_indices_batching_dims=(0, 1),
-    )
 
     def put(leaf: Array, value: Array) -> Array:
         if step.ndim == 0:
             value = jnp.expand_dims(value, SLOTS)
             return jax.lax.dynamic_update_slice_in_dim(leaf, value, step, axis=leaf.ndim + SLOTS)
-        mode = jax.lax.GatherScatterMode.FILL_OR_DROP
-        options: Any = dict(unique_indices=True, mode=mode)
-        return jax.lax.scatter(leaf, step[..., None], value, numbers, **options)
+        # The TPU compiler would keep all axes of an update beside each other, and copy the cache
+        # from and into the layout that attention reads. A CPU would rather have few updates.
+        scattered = functools.partial(_scatter, leaf, value, step)
+        head_by_head, at_once = (functools.partial(scattered, axes) for axes in ((0, 3), ()))
+        return jax.lax.platform_dependent(tpu=head_by_head, default=at_once)
 
     return jax.tree.map(put, held, stored(new, held_dtype(held)))
+
+
+def _scatter(leaf: Array, value: Array, step: Array, apart: tuple[int, ...]) -> Array:
+    """One scatter with ``[P, G]`` as batch axes: in place, and each device keeps to its own rows.
+
+    `apart` are further axes of `value` along which each element is an update of its own.
+    """
+    batch = tuple(sorted((1, 2, *apart)))
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(axis for axis in (0, 3, 4) if axis not in batch),
+        inserted_window_dims=(4,),
+        scatter_dims_to_operand_dims=(4,),
+        operand_batching_dims=batch,
+        scatter_indices_batching_dims=tuple(range(len(batch))),
+    )
+    where = jnp.expand_dims(step, [i for i, axis in enumerate(batch) if axis in apart])
+    where = jnp.broadcast_to(where, [value.shape[axis] for axis in batch])[..., None]
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(leaf, where, value, numbers, unique_indices=True, mode=mode)

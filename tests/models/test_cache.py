@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import rlhf_jax as rl
+from rlhf_jax.models import cache as caches
 
 CONFIG = rl.models.DecoderConfig(
     vocab_size=40,
@@ -301,3 +302,14 @@ def test_what_does_not_belong_together_is_refused(setup):
         model.init_cache(prefix, group_size=1, max_new_tokens=0)
     with pytest.raises(ValueError, match="attention_mask: shape"):
         prefill(model, params, prompts, jnp.ones((3, 2), bool))
+
+
+@pytest.mark.parametrize("apart", [(), (0, 3)])
+def test_tokens_go_to_the_slot_of_their_row_in_every_layer(apart):
+    held = jax.random.normal(jax.random.key(0), (2, 3, 1, 2, STEPS, 4))
+    new = jax.random.normal(jax.random.key(1), (2, 3, 1, 2, 4))
+    step = np.array([[4], [STEPS], [0]], np.int32)  # the second has no room: nothing is written
+    expected = np.array(held)
+    for row, slot in ((0, 4), (2, 0)):
+        expected[:, row, :, :, slot] = new[:, row]
+    np.testing.assert_array_equal(caches._scatter(held, new, jnp.array(step), apart), expected)

@@ -1,5 +1,7 @@
 """The engine on eight devices gives what it gives on one."""
 
+import importlib.util
+
 import jax
 import numpy as np
 import pytest
@@ -58,3 +60,33 @@ def test_tokens_are_those_of_one_device(expected, kind, caplog):
         slots, _, heads = leaf.sharding.shard_shape(leaf.shape)[1:4]
         assert slots == 2, "slots lie over the mesh"
         assert heads == 1, "and heads"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("layout", ["tensor", "fsdp_tensor"])
+def test_a_round_on_a_tpu_copies_no_cache(layout, monkeypatch):
+    """The cache is too large for the chip's fast memory, where a copy costs little."""
+    from sharding import plan
+
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process is turned away
+    config = rl.models.DecoderConfig(
+        vocab_size=2048,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_layers=16,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    request = plan.Request(
+        name="a Llama",
+        config=config,
+        topology="v5e:2x4",
+        layout=sharding.get_layout(layout),
+        sizes=plan.Sizes(rows=32, length=2048, prompt=1024, group=4),
+        programs=("round",),
+    )
+    token = plan.make(request)["programs"]["round"]
+    assert token["copied a token"] == 0
+    assert token["moved weights"] == [] or layout != "tensor"
