@@ -511,20 +511,15 @@ ENTRY %main (p: f32[1024], q: f32[1024]) -> f32[1024] {
 """
 
 
+TWO, WIDE, PART = (f"(f32[{size}]{{0}}, f32[{size}]{{0}})" for size in (1024, 4096, 256))
+
+
 @pytest.mark.parametrize(
     ("started", "rest", "result", "wire"),
     [
-        ("(f32[1024]{0}, f32[1024]{0}) all-reduce-start", "to_apply=%add", 2, 2 * 2 * 3 / 4),
-        (
-            "((f32[1024]{0}, f32[1024]{0}), (f32[4096]{0}, f32[4096]{0}), u32[], u32[]) "
-            "all-gather-start",
-            *("dimensions={0}", 8, 6),
-        ),
-        (
-            "((f32[1024]{0}, f32[1024]{0}), (f32[256]{0}, f32[256]{0}), u32[]) "
-            "reduce-scatter-start",
-            *("dimensions={0}, to_apply=%add", 1 / 2, 3 / 2),
-        ),
+        (f"{TWO} all-reduce-start", "to_apply=%add", 2, 2 * 2 * 3 / 4),
+        (f"({TWO}, {WIDE}, u32[], u32[]) all-gather-start", "dimensions={0}", 8, 6),
+        (f"({TWO}, {PART}, u32[]) reduce-scatter-start", "dimensions={0}", 1 / 2, 3 / 2),
     ],
 )
 def test_a_combined_asynchronous_collective_counts_all_its_results(started, rest, result, wire):
