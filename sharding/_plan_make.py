@@ -21,9 +21,10 @@ from sharding import hlo
 from sharding._plan_targets import devices_of, known_of
 from sharding.hardware import Chip
 
-__all__ = ["PROGRAMS", "Request", "make"]
+__all__ = ["HOST_TRAFFIC", "PROGRAMS", "Request", "make", "settled"]
 
 PROGRAMS = ("train", "prefill", "generate", "round")
+HOST_TRAFFIC = "With remat offload: what moves to the host's memory and back is in no clock."
 
 
 @functools.cache
@@ -69,7 +70,8 @@ class Request:
         if self.attention is not None:
             return self.attention
         fits = self.config.head_dim % 128 == 0 and self.config.windows is None
-        return "splash" if fits and not self.topology.startswith("cpu") else "xla"
+        fits = fits and not self.layout.tokens and not self.topology.startswith("cpu")
+        return "splash" if fits else "xla"
 
     def key(self) -> str:
         """A name for this request's result on disk; other code, jax or libtpu give another."""
@@ -84,7 +86,8 @@ class Request:
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _settled(request: Request, devices: Sequence[Any]) -> sharding.Layout:
+def settled(request: Request, devices: Sequence[Any]) -> sharding.Layout:
+    """The layout as it is placed: with heads that do not divide whole, where that is asked for."""
     if not request.whole_heads:
         return request.layout
     mesh = sharding.make_mesh(request.layout, devices)
@@ -95,7 +98,7 @@ def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[
     """The update: its figures, what it holds, how near its exchanges come to the least."""
     placed = programs.place_train(
         request.config,
-        _settled(request, devices),
+        settled(request, devices),
         devices,
         request.sizes,
         request.remat,
@@ -115,7 +118,8 @@ def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[
     found, module = measure.program_figures(compiled, placed.mesh, chip, flops=flops)
     least = measure.least_exchange(placed)
     total = sum(least.values())
-    if total:
+    # where tokens are split too, activations move along the same axes as weights
+    if total and not placed.layout.tokens:
         moved = measure.exchanged_weights(found["collectives"], placed.layout.rows)
         out["least exchange"] = least | {"measured": moved, "ratio": moved / total}
     found["updated in place"] = found["memory"]["aliased"] >= state
@@ -202,6 +206,8 @@ def _remarks(request: Request, chip: Chip | None, found: dict[str, Any]) -> list
             f"Of the FLOPs {kernels / 1e12:,.3f} T are those of splash attention, by formula: its "
             "kernels' work is not in the program's text."
         )
+    if request.remat == "offload":
+        lines.append(HOST_TRAFFIC)
     if request.remat == "none":
         lines.append("Weights are counted as gathered once in each pass, without remat too.")
     train = found.get("train", {})
@@ -254,7 +260,7 @@ def make(request: Request, cache: Path | None = None) -> dict[str, Any]:
         out |= train
     wanted = [name for name in request.programs if name != "train"]
     if wanted:
-        layout = _settled(request, devices)
+        layout = settled(request, devices)
         placed = programs.place_rollout(request.config, layout, devices, request.sizes)
         out["mesh"] = sharding.describe(placed.mesh)
         weights = programs.on_a_device(placed.params)

@@ -337,12 +337,72 @@ def test_the_search_leaves_out_what_cannot_work():
     reasons = dict(left_out)
     assert any("do not divide" in why for why in reasons.values())
     assert any("'kv_heads' has size 4" in why for why in reasons.values())  # tensor 8
+    assert len(found) > 2
+    assert [one.rough for one in found] == sorted(one.rough for one in found)
     tight = dataclasses.replace(chip, hbm=2**18)
     found, left_out = _plan_search.candidates(
         base, jax.devices()[:8], tight, micro=(1,), remat=("full",)
     )
     assert found == [] and any("needs at least" in why for _, why in left_out)
-    assert [one.rough for one in found] == sorted(one.rough for one in found)
+
+
+def candidates(base, **choices):
+    devices, chip = jax.devices()[:8], hardware.CHIPS["v5e"]
+    found, left_out = _plan_search.candidates(base, devices, chip, micro=(1,), **choices)
+    return {f"{one.request.layout.name} {one.request.remat}": one for one in found}, left_out
+
+
+def test_what_the_search_needs_at_least_is_a_lower_bound():
+    """State and kept inputs of the layers: a part of a row where tokens are split over devices."""
+    base = dataclasses.replace(
+        REQUEST, sizes=dataclasses.replace(SIZES, micro_batches=1), topology="v5e:2x4"
+    )
+    found, _ = candidates(base, remat=("full", "offload"))
+    rows, inputs = SIZES.rows, 2 * 3 * 192 * 64
+    assert found["fsdp full"].least == found["fsdp full"].state + rows // 8 * inputs
+    assert found["sequence full"].least == found["sequence full"].state + rows // 4 * inputs // 2
+    assert found["fsdp offload"].least == found["fsdp offload"].state  # they lie in host memory
+
+
+def test_least_exchange_where_weights_are_copied_and_where_tokens_are_split():
+    def least(name):
+        placed = _plan_programs.place_train(
+            CONFIG, sharding.LAYOUTS[name], jax.devices()[:8], dataclasses.replace(SIZES, rows=32)
+        )
+        return _plan_measure.least_exchange(placed)
+
+    count, looked_up = weights(CONFIG), HEAD
+    # hsdp: 3 of 4 parts come from the slice, and the own part's sum with the other slice
+    assert least("hsdp") == {
+        "gathered": 2 * 2 * 2 * (count - looked_up) * 3 // 4,
+        "scattered": 2 * count * 3 // 4 + 2 * 2 * count // 4 // 2,
+    }
+    # sequence: weights lie over all eight devices
+    assert least("sequence") == {
+        "gathered": 2 * 2 * 2 * (count - looked_up) * 7 // 8,
+        "scattered": 2 * count * 7 // 8,
+    }
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_search_can_lay_heads_whole(whole):
+    base = dataclasses.replace(
+        REQUEST,
+        sizes=dataclasses.replace(SIZES, micro_batches=1),
+        topology="v5e:2x4",
+        whole_heads=whole,
+    )
+    found, left_out = candidates(base, remat=("full",))
+    assert ("tensor full" in found) == whole
+    assert any("'kv_heads' has size 4" in why for _, why in left_out) == (not whole)
+
+
+def test_tokens_that_are_split_take_plain_attention():
+    config = dataclasses.replace(CONFIG, head_dim=128)
+    base = dataclasses.replace(REQUEST, config=config, topology="v5e:2x4")
+    assert base.kernel() == "splash"
+    split = dataclasses.replace(base, layout=sharding.get_layout("sequence"))
+    assert split.kernel() == "xla"
 
 
 def test_the_search_ranks_what_fits_by_its_estimate(monkeypatch):
