@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import sharding
 from sharding import _plan_measure as measure
 from sharding import _plan_programs as programs
 from sharding import hlo
+from sharding._benchmark_report import write_json
 from sharding._plan_targets import devices_of, known_of
 from sharding.hardware import Chip
 
@@ -35,6 +38,13 @@ def _sources() -> str:
         for file in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
             found.update(file.read_bytes())
     return found.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,15 +84,12 @@ class Request:
         return "splash" if fits else "xla"
 
     def key(self) -> str:
-        """A name for this request's result on disk; other code, jax or libtpu give another."""
-        versions = [jax.__version__, _sources()]
-        try:
-            versions.append(importlib.metadata.version("libtpu"))
-        except importlib.metadata.PackageNotFoundError:
-            versions.append("no libtpu")
+        """A name for this request's result on disk; other code, packages or flags give another."""
+        settings = [os.environ.get(name, "") for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS")]
+        versions = [_version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")]
         held = dataclasses.asdict(self)
         held["layout"]["rules"] = sorted(map(str, self.layout.rules.items()))
-        text = json.dumps([versions, held], sort_keys=True, default=str)
+        text = json.dumps([_sources(), versions, settings, held], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -246,8 +253,9 @@ def make(request: Request, cache: Path | None = None) -> dict[str, Any]:
       ValueError: an unknown or unavailable target, or sizes that do not divide over the layout.
     """
     file = cache / f"{request.key()}.json" if cache else None
-    if file is not None and file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
+    if file is not None:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # not there, or broken off
+            return json.loads(file.read_text(encoding="utf-8"))
     devices = devices_of(request.topology, request.slices)
     chip = known_of(request.topology, devices)
     flops = measure.model_flops(request.config, request.sizes)
@@ -294,7 +302,9 @@ def make(request: Request, cache: Path | None = None) -> dict[str, Any]:
         "remarks": _remarks(request, chip, found),
         **out,
     }
-    if file is not None:
+    # a failure that is not of memory may be gone the next time
+    explained = all("needs" in one for one in found.values() if "failed" in one)
+    if file is not None and explained:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(file, result)
     return result

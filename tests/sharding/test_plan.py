@@ -186,7 +186,15 @@ def test_the_command_line(capsys, model, tmp_path):
         (["--slices", "0"], "--slices: got 0"),
         (["--programs", "train,nothing"], "--programs: unknown nothing; known: train"),
         (["--model", "no/such/folder"], "no file or folder 'no/such/folder'"),
-        (["--search"], "of 'cpu:8' neither memory nor speed is known"),
+        (["--search"], "--layout: --search chooses that itself"),
+        (["--topology", "cpu:0"], "got 'cpu:0'; write chip and shape"),
+        (["--layout", "fsdp:self=4"], "layout 'fsdp' has no mesh axis 'self'"),
+        (["--rows", "many"], "argument --rows: invalid int value: 'many'"),
+        (["--try-micro-batches", "2,0"], "--try-micro-batches: got 0; it must be at least 1"),
+        (["--compile", "0"], "--compile: got 0; it must be at least 1"),
+        (["--json", "."], "--json: . is a folder; name a file"),
+        (["--plot", "plan.xyz"], "--plot: plan.xyz has none of the known endings: "),
+        (["--cache", __file__], "test_plan.py is no folder"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, model, flags, message):
@@ -196,6 +204,74 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, model, flags, message):
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tensor", 2),
+        ("--programs", "train"),
+        ("--remat", "full"),
+        ("--micro-batches", 2),
+    ],
+)
+def test_a_search_takes_no_flag_that_it_would_not_heed(capsys, model, flags):
+    code, _, err = run(capsys, "--model", model, "--topology", "cpu:8", "--search", *flags)
+    assert code == 2 and f"{flags[0]}: --search chooses that itself" in err
+
+
+def test_a_search_on_host_devices_says_what_is_missing(capsys, model):
+    code, _, err = run(capsys, "--model", model, "--topology", "cpu:8", "--search")
+    assert code == 2 and "of 'cpu:8' neither memory nor speed is known" in err
+
+
+def test_a_file_that_cannot_be_written_is_one_line(capsys, model, monkeypatch):
+    monkeypatch.setattr(plan, "make", lambda *_: {})
+    monkeypatch.setattr(_plan_report, "text", str)
+    code, _, err = run(capsys, "--model", model, "--json", model / "config.json" / "plan.json")
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_figures_are_written_before_the_picture(capsys, model, monkeypatch):
+    def fails(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(plan, "make", lambda *_: {"figures": 1})
+    monkeypatch.setattr(_plan_report, "text", str)
+    monkeypatch.setattr(_plan_report, "draw", fails)
+    files = ("--json", model / "new" / "plan.json", "--plot", model / "plan.png")
+    code, _, err = run(capsys, "--model", model, *files)
+    assert (code, err) == (2, "error: no space left\n")
+    assert json.loads((model / "new" / "plan.json").read_text()) == {"figures": 1}
+
+
+def refused(monkeypatch, reason):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError(reason)
+
+    monkeypatch.setattr(_plan_programs, "compile_train", fails)
+
+
+def test_a_result_that_was_broken_off_is_made_again(tmp_path, monkeypatch):
+    refused(monkeypatch, "RESOURCE_EXHAUSTED: Used 23.47G of 15.75G hbm")
+    file = tmp_path / f"{REQUEST.key()}.json"
+    file.write_text('{"model": "ti')
+    made = plan.make(REQUEST, tmp_path)
+    assert json.loads(file.read_text()) == json.loads(json.dumps(made))
+    assert [one.name for one in tmp_path.iterdir()] == [file.name]
+
+
+def test_a_failure_that_is_not_of_memory_is_not_kept(tmp_path, monkeypatch):
+    refused(monkeypatch, "INTERNAL: something else")
+    assert "failed" in plan.make(REQUEST, tmp_path)["programs"]["train"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["LIBTPU_INIT_ARGS", "XLA_FLAGS"])
+def test_compiler_flags_give_another_result(monkeypatch, name):
+    before = REQUEST.key()
+    monkeypatch.setenv(name, "--xla_something=1")
+    assert REQUEST.key() != before
 
 
 def test_without_libtpu_it_says_so(capsys, model, monkeypatch):
