@@ -82,6 +82,12 @@ def stored(shape: str) -> list[int]:
     ]
 
 
+def _piece(piece: str, *ends: str) -> int:
+    """Bytes of moving a piece from one array to another: of each of the two that is in memory."""
+    count = sum(hlo.size(*array) for array in hlo.arrays(piece))
+    return count * sum(any(stored(end)) for end in ends)
+
+
 def _dims(shape: str) -> tuple[int, ...]:
     """Dimensions of a shape's first array."""
     found = hlo.arrays(shape)
@@ -226,18 +232,17 @@ class _Counter:
         """Bytes that one instruction outside of a fusion moves."""
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             return 0
-        written, shapes = stored(one.shape), self.shapes(computation, one.operands)
         if hlo.continued(self.module, one):
             return 0
-        if one.opcode == "fusion":
-            return self._of_fusion(one, written, shapes)
-        if one.opcode in ("dynamic-slice", "slice", "gather"):
-            return 2 * sum(written)
-        if one.opcode == "dynamic-update-slice":
-            return 2 * sum(stored(shapes[1]))
-        if one.opcode.endswith("-start"):  # the operand is among the results
-            return sum(sum(stored(shape)) for shape in shapes) + (max(written, default=0))
-        return sum(written) + sum(sum(stored(shape)) for shape in shapes)
+        shapes, made = self.shapes(computation, one.operands), hlo.result(one)
+        opcode = one.opcode.removesuffix("-start")
+        if opcode == "fusion":
+            return self._of_fusion(one, stored(made), shapes)
+        if opcode in ("dynamic-slice", "slice", "gather"):
+            return _piece(made, shapes[0], made)
+        if opcode == "dynamic-update-slice":
+            return _piece(shapes[1], shapes[1], made)
+        return sum(sum(stored(shape)) for shape in (made, *shapes))
 
     def _of_fusion(self, one: hlo.Instruction, written: list[int], shapes: list[str]) -> int:
         name = one.called["calls"][0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ import sharding
 from sharding import _plan_measure as measure
 from sharding import _plan_programs as programs
 from sharding import hlo
+from sharding._benchmark_report import write_json
 from sharding._plan_targets import devices_of, known_of
 from sharding.hardware import Chip
 
-__all__ = ["PROGRAMS", "Request", "make"]
+__all__ = ["HOST_TRAFFIC", "PROGRAMS", "Request", "make", "settled"]
 
 PROGRAMS = ("train", "prefill", "generate", "round")
+HOST_TRAFFIC = "With remat offload: what moves to the host's memory and back is in no clock."
 
 
 @functools.cache
@@ -34,6 +38,13 @@ def _sources() -> str:
         for file in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
             found.update(file.read_bytes())
     return found.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,22 +80,21 @@ class Request:
         if self.attention is not None:
             return self.attention
         fits = self.config.head_dim % 128 == 0 and self.config.windows is None
-        return "splash" if fits and not self.topology.startswith("cpu") else "xla"
+        fits = fits and not self.layout.tokens and not self.topology.startswith("cpu")
+        return "splash" if fits else "xla"
 
     def key(self) -> str:
-        """A name for this request's result on disk; other code, jax or libtpu give another."""
-        versions = [jax.__version__, _sources()]
-        try:
-            versions.append(importlib.metadata.version("libtpu"))
-        except importlib.metadata.PackageNotFoundError:
-            versions.append("no libtpu")
+        """A name for this request's result on disk; other code, packages or flags give another."""
+        settings = [os.environ.get(name, "") for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS")]
+        versions = [_version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")]
         held = dataclasses.asdict(self)
         held["layout"]["rules"] = sorted(map(str, self.layout.rules.items()))
-        text = json.dumps([versions, held], sort_keys=True, default=str)
+        text = json.dumps([_sources(), versions, settings, held], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _settled(request: Request, devices: Sequence[Any]) -> sharding.Layout:
+def settled(request: Request, devices: Sequence[Any]) -> sharding.Layout:
+    """The layout as it is placed: with heads that do not divide whole, where that is asked for."""
     if not request.whole_heads:
         return request.layout
     mesh = sharding.make_mesh(request.layout, devices)
@@ -95,7 +105,7 @@ def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[
     """The update: its figures, what it holds, how near its exchanges come to the least."""
     placed = programs.place_train(
         request.config,
-        _settled(request, devices),
+        settled(request, devices),
         devices,
         request.sizes,
         request.remat,
@@ -115,7 +125,8 @@ def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[
     found, module = measure.program_figures(compiled, placed.mesh, chip, flops=flops)
     least = measure.least_exchange(placed)
     total = sum(least.values())
-    if total:
+    # where tokens are split too, activations move along the same axes as weights
+    if total and not placed.layout.tokens:
         moved = measure.exchanged_weights(found["collectives"], placed.layout.rows)
         out["least exchange"] = least | {"measured": moved, "ratio": moved / total}
     found["updated in place"] = found["memory"]["aliased"] >= state
@@ -202,6 +213,8 @@ def _remarks(request: Request, chip: Chip | None, found: dict[str, Any]) -> list
             f"Of the FLOPs {kernels / 1e12:,.3f} T are those of splash attention, by formula: its "
             "kernels' work is not in the program's text."
         )
+    if request.remat == "offload":
+        lines.append(HOST_TRAFFIC)
     if request.remat == "none":
         lines.append("Weights are counted as gathered once in each pass, without remat too.")
     train = found.get("train", {})
@@ -240,8 +253,9 @@ def make(request: Request, cache: Path | None = None) -> dict[str, Any]:
       ValueError: an unknown or unavailable target, or sizes that do not divide over the layout.
     """
     file = cache / f"{request.key()}.json" if cache else None
-    if file is not None and file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
+    if file is not None:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # not there, or broken off
+            return json.loads(file.read_text(encoding="utf-8"))
     devices = devices_of(request.topology, request.slices)
     chip = known_of(request.topology, devices)
     flops = measure.model_flops(request.config, request.sizes)
@@ -254,7 +268,7 @@ def make(request: Request, cache: Path | None = None) -> dict[str, Any]:
         out |= train
     wanted = [name for name in request.programs if name != "train"]
     if wanted:
-        layout = _settled(request, devices)
+        layout = settled(request, devices)
         placed = programs.place_rollout(request.config, layout, devices, request.sizes)
         out["mesh"] = sharding.describe(placed.mesh)
         weights = programs.on_a_device(placed.params)
@@ -288,7 +302,9 @@ def make(request: Request, cache: Path | None = None) -> dict[str, Any]:
         "remarks": _remarks(request, chip, found),
         **out,
     }
-    if file is not None:
+    # a failure that is not of memory may be gone the next time
+    explained = all("needs" in one for one in found.values() if "failed" in one)
+    if file is not None and explained:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(file, result)
     return result

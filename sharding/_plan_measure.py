@@ -228,7 +228,7 @@ def model_flops(config: rl.models.DecoderConfig, sizes: programs.Sizes) -> dict[
 
 
 def least_exchange(placed: programs.Placed) -> dict[str, int]:
-    """Bytes that a device must receive in one step, where the layout splits weights over the rows.
+    """Bytes that a device must receive in one step, where weights lie over rows' or tokens' axes.
 
     Every weight comes once in the forward and once in the backward pass of each micro-batch, in
     bfloat16, and the gradients' sum goes back once, in bfloat16 too; where devices hold copies of a
@@ -236,7 +236,7 @@ def least_exchange(placed: programs.Placed) -> dict[str, int]:
     matrix of its own: its rows are looked up, not gathered.
     """
     gathered = scattered = 0
-    rows = set(placed.layout.rows)
+    rows = {*placed.layout.rows, *placed.layout.tokens}
     everyone = math.prod(placed.mesh.shape[name] for name in rows)
     params = placed.state.params
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw", "markdown", "sized", "text"]
+__all__ = ["canvas", "draw", "markdown", "sized", "text"]
 
 GIB, MIB = 2**30, 2**20
 CLOCKS = ("arithmetic", "memory", "ici", "network")
@@ -151,11 +151,11 @@ def text(plan: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def draw(plan: dict[str, Any], file: Path) -> None:
-    """Memory and clocks of every program as bars.
+def canvas(file: Path) -> Any:
+    """An empty figure for this file.
 
     Raises:
-      ValueError: matplotlib is not installed.
+      ValueError: matplotlib is not installed, or cannot write such a file.
     """
     try:
         from matplotlib.figure import Figure
@@ -164,6 +164,19 @@ def draw(plan: dict[str, Any], file: Path) -> None:
             "--plot: matplotlib is not installed; pip install '.[experiments]', or leave --plot out"
         ) from error
     figure = Figure(figsize=(11, 4.5), layout="constrained")
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if file.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"--plot: {file} has none of the known endings: {', '.join(known)}")
+    return figure
+
+
+def draw(plan: dict[str, Any], file: Path) -> None:
+    """Memory and clocks of every program as bars.
+
+    Raises:
+      ValueError: as :func:`canvas`.
+    """
+    figure = canvas(file)
     left, right = figure.subplots(1, 2)
     names = [name for name, found in plan["programs"].items() if "failed" not in found]
     found = [plan["programs"][name] for name in names]

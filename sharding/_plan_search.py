@@ -17,7 +17,7 @@ from typing import Any
 import sharding
 from sharding import _plan_measure as measure
 from sharding import _plan_programs as programs
-from sharding._plan_make import Request, make
+from sharding._plan_make import HOST_TRAFFIC, Request, make, settled
 from sharding._plan_report import markdown, sized
 from sharding._plan_targets import devices_of, known_of
 from sharding.hardware import Chip
@@ -67,10 +67,13 @@ def layouts(slices: int = 1) -> Iterator[sharding.Layout]:
             yield from (layout.with_sizes(tensor=size) for size in TENSOR)
 
 
-def _kept(request: Request, shape: dict[str, int], rows: int) -> int:
+def _kept(request: Request, shape: dict[str, int]) -> int:
     """Bytes of activations that a device's layers keep for the backward pass, at the least."""
-    config, sizes = request.config, request.sizes
-    tokens = rows * sizes.length
+    config, sizes, layout = request.config, request.sizes, request.layout
+    if request.remat == "offload":  # they lie in the host's memory
+        return 0
+    spread = math.prod(shape[axis] for axis in layout.rows + layout.tokens)
+    tokens = sizes.rows // sizes.micro_batches * sizes.length // spread
     width = config.hidden_size
     if request.remat == "dots":  # the outputs of all products but the last
         made = config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
@@ -90,6 +93,28 @@ def _rough(request: Request, placed: programs.Placed, chip: Chip) -> float:
     # two sums a layer forward, one more when computed again, two backward; an all-reduce is double
     exchanged = gathered + 2 * 5 * summed * (tensor - 1) / tensor
     return flops / devices / chip.flops + exchanged / (chip.ici / 2)
+
+
+def _candidate(request: Request, devices: Sequence[Any], chip: Chip) -> Candidate:
+    """One way with its arithmetic.
+
+    Raises:
+      ValueError: it cannot work.
+    """
+    placed = programs.place_train(
+        request.config,
+        settled(request, devices),
+        devices,
+        request.sizes,
+        request.remat,
+        request.kernel(),
+    )
+    state = programs.on_a_device(placed.state)
+    least = state + _kept(request, dict(placed.mesh.shape))
+    if least > chip.hbm:
+        raise ValueError(f"needs at least {sized(least)} of {sized(chip.hbm)} GiB")
+    rough = _rough(request, placed, chip)
+    return Candidate(request=request, state=state, least=least, rough=rough)
 
 
 def candidates(
@@ -117,27 +142,11 @@ def candidates(
             sizes = dataclasses.replace(base.sizes, micro_batches=parts)
             for policy in remat:
                 request = dataclasses.replace(base, layout=layout, sizes=sizes, remat=policy)
-                told = Candidate(request=request, state=0, least=0, rough=0).told
                 try:
-                    placed = programs.place_train(
-                        request.config, layout, devices, sizes, policy, request.kernel()
-                    )
+                    found.append(_candidate(request, devices, chip))
                 except ValueError as error:
+                    told = Candidate(request=request, state=0, least=0, rough=0).told
                     left_out.append((told, str(error)))
-                    continue
-                state = programs.on_a_device(placed.state)
-                shape = dict(placed.mesh.shape)
-                rows = sizes.rows // parts // math.prod(shape[a] for a in layout.rows)
-                # masters and moments, a bfloat16 copy, a gradient in its own layout
-                copies = programs.on_a_device(placed.state.params) * 3 // 2
-                least = state + copies + _kept(request, shape, rows)
-                if least > chip.hbm:
-                    left_out.append(
-                        (told, f"needs at least {sized(least)} of {sized(chip.hbm)} GiB")
-                    )
-                    continue
-                rough = _rough(request, placed, chip)
-                found.append(Candidate(request=request, state=state, least=least, rough=rough))
     return sorted(found, key=lambda one: (one.rough, one.least)), left_out
 
 
@@ -229,5 +238,7 @@ def table(found: dict[str, Any]) -> str:
         for one in found["waiting"]
     ]
     lines.append(f"- Left out by arithmetic: {len(found['left out'])} (reasons in --json).")
+    if any("remat offload" in one["told"] for one in found["ranked"]):
+        lines.append(f"- {HOST_TRAFFIC}")
     lines.append(f"- {found['minutes']:.1f} minutes.")
     return "\n\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:])

@@ -52,7 +52,7 @@ MODELS = {
 }
 """Shapes of models that are often asked for; any other comes as a ``config.json``."""
 
-_SHAPE = re.compile(r"[a-z0-9]+:\d+(x\d+)*")
+_SHAPE = re.compile(r"[a-z0-9]+:[1-9]\d*(x[1-9]\d*)*")
 
 
 def model_of(name: str) -> rl.models.DecoderConfig:

@@ -172,6 +172,33 @@ def _balanced(text: str, start: int) -> int:
     raise ValueError(f"unbalanced brackets in {text[start : start + 80]!r}")
 
 
+def parts(shape: str) -> list[str]:
+    """The elements of a tuple's shape; any other shape itself."""
+    if not shape.startswith("("):
+        return [shape]
+    found, level = [""], 0
+    for letter in shape[1:-1]:
+        level += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not level:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [part.strip() for part in found]
+
+
+def result(one: Instruction) -> str:
+    """The shape of what an instruction makes.
+
+    The start of an asynchronous one returns its operands, its results and contexts, a copy's the
+    two the other way round, an all-reduce's its results alone; a recv returns its result first.
+    """
+    if one.opcode in ("copy-start", "recv"):
+        return parts(one.shape)[0]
+    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        return parts(one.shape)[1]
+    return one.shape
+
+
 def _instruction(line: str) -> Instruction | None:
     head, equals, text = line.strip().removeprefix("ROOT ").partition(" = ")
     if not equals or " " in head:
@@ -311,12 +338,7 @@ def _transfers(
     One of several operands comes once for each of the things that they stand for.
     """
     kind = "reduce-scatter" if within else instruction.kind or instruction.opcode
-    found = arrays(instruction.shape)
-    if instruction.opcode.endswith("-start") or instruction.opcode == "recv":
-        # the start of an asynchronous one returns its operand beside its result
-        pick = min if kind == "reduce-scatter" else max
-        large = [array for array in found if size(*array) > 8] or found
-        found = [pick(large, key=lambda array: size(*array))] if large else []
+    found = arrays(result(instruction))
     told = roles(module, where, instruction) if instruction.kind else [""]
     told = told if len(told) == len(found) else [told[0] if told else ""] * len(found)
     groups = (within or instruction).groups

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +25,11 @@ from typing import Any
 import rlhf_jax as rl
 import sharding
 from sharding import _plan_report, _plan_search
+from sharding._benchmark_report import write_json
 from sharding._plan_make import PROGRAMS, Request, make
 from sharding._plan_programs import Sizes, grpo_loss_fn, step_shapes
 from sharding._plan_targets import MODELS, devices_of, known_of, model_of
+from sharding.benchmark import _Parser
 
 __all__ = [
     "MODELS",
@@ -53,19 +54,17 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sharding.plan", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = _Parser(prog="python -m sharding.plan", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     built_in = ", ".join(MODELS)
     add("--model", default="llama3-8b", help=f"config.json, its folder, or one of {built_in}")
     add("--topology", default="v5e:8x8", help="chip:shape, e.g. v5e:16x16, v5p:4x4x4, cpu:8")
     add("--slices", type=int, default=1, help="slices of that topology")
-    add("--layout", default="fsdp_tensor", help="a named layout, or file.toml:name")
+    add("--layout", help="a named layout, or file.toml:name; fsdp_tensor by default")
     add("--tensor", type=int, help="size of the layout's tensor axis")
-    add("--remat", default="full", choices=rl.models.Decoder.REMAT)
+    add("--remat", choices=rl.models.Decoder.REMAT, help="full by default")
     add("--attention", choices=("xla", "splash"), help="the update's attention")
-    add("--programs", type=_names, default=("train", "prefill", "round"))
+    add("--programs", type=_names, help="train,prefill,round by default")
     add("--whole-heads", action="store_true", help="heads that do not divide lie on every device")
     add("--json", type=Path, help="also write the figures here")
     add("--plot", type=Path, help="also draw them here (needs matplotlib)")
@@ -76,21 +75,42 @@ def _parser() -> argparse.ArgumentParser:
     add("--try-micro-batches", type=_numbers, default=_plan_search.MICRO)
     add("--try-remat", type=_names, default=_plan_search.REMAT)
     for field in dataclasses.fields(Sizes):
-        add(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+        add(f"--{field.name.replace('_', '-')}", type=int, help=f"{field.default} by default")
     return parser
 
 
-def _request(args: argparse.Namespace) -> Request:
+def _check(args: argparse.Namespace) -> None:
+    """Refuses before anything is compiled what would end badly afterwards."""
     for name, given, known in (
-        ("--programs", args.programs, PROGRAMS),
+        ("--programs", args.programs or (), PROGRAMS),
         ("--try-remat", args.try_remat, rl.models.Decoder.REMAT),
     ):
         if wrong := sorted(set(given) - set(known)):
             raise ValueError(f"{name}: unknown {', '.join(wrong)}; known: {', '.join(known)}")
-    layout = sharding.get_layout(args.layout)
+    for name, numbers in (
+        ("--tensor", () if args.tensor is None else (args.tensor,)),
+        ("--compile", (args.compile,)),
+        ("--try-micro-batches", args.try_micro_batches),
+    ):
+        if wrong := [number for number in numbers if number < 1]:
+            raise ValueError(f"{name}: got {wrong[0]}; it must be at least 1")
+    if args.search:
+        for name in ("layout", "tensor", "programs", "remat", "micro_batches"):
+            if getattr(args, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag}: --search chooses that itself; leave one of them out")
+    for name in ("json", "plot"):
+        if (path := getattr(args, name)) is not None and path.is_dir():
+            raise ValueError(f"--{name}: {path} is a folder; name a file")
+    if args.cache is not None and args.cache.exists() and not args.cache.is_dir():
+        raise ValueError(f"--cache: {args.cache} is no folder")
+    if args.plot:
+        _plan_report.canvas(args.plot)
+
+
+def _request(args: argparse.Namespace) -> Request:
+    layout = sharding.get_layout(args.layout or "fsdp_tensor")
     if args.tensor is not None:
-        if args.tensor < 1:
-            raise ValueError(f"--tensor: got {args.tensor}; it must be at least 1")
         layout = layout.with_sizes(tensor=args.tensor)
     if "slice" in dict(layout.axes) and args.slices > 1:
         layout = layout.with_sizes(slice=args.slices)
@@ -101,35 +121,41 @@ def _request(args: argparse.Namespace) -> Request:
         topology=args.topology,
         slices=args.slices,
         layout=layout,
-        sizes=Sizes(**sizes),
-        remat=args.remat,
+        sizes=Sizes(**{name: size for name, size in sizes.items() if size is not None}),
+        remat=args.remat or "full",
         attention=args.attention,
-        programs=args.programs,
+        programs=args.programs or ("train", "prefill", "round"),
         whole_heads=args.whole_heads,
     )
 
 
-def _run(args: argparse.Namespace) -> dict[str, Any]:
-    request = _request(args)
+def _searched(args: argparse.Namespace) -> dict[str, Any]:
+    return _plan_search.ranked(
+        _request(args),
+        cache=args.cache,
+        most=args.compile,
+        minutes=args.minutes,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+        micro=args.try_micro_batches,
+        remat=args.try_remat,
+    )
+
+
+def _run(args: argparse.Namespace) -> None:
+    _check(args)
     if args.search:
-        found = _plan_search.ranked(
-            request,
-            cache=args.cache,
-            most=args.compile,
-            minutes=args.minutes,
-            tell=lambda line: print(line, file=sys.stderr, flush=True),
-            micro=args.try_micro_batches,
-            remat=args.try_remat,
-        )
-        print(_plan_search.table(found), flush=True)
-        if args.plot and found["ranked"]:
-            _plan_report.draw(found["ranked"][0]["plan"], args.plot)
-        return found
-    found = make(request, args.cache)
-    print(_plan_report.text(found), flush=True)
-    if args.plot:
-        _plan_report.draw(found, args.plot)
-    return found
+        found = _searched(args)
+        told = _plan_search.table(found)
+        plans = [one["plan"] for one in found["ranked"][:1]]
+    else:
+        found = make(_request(args), args.cache)
+        told, plans = _plan_report.text(found), [found]
+    print(told, flush=True)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.json, found)
+    for best in plans if args.plot else ():
+        _plan_report.draw(best, args.plot)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,13 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       0, or 2 after one line about bad input.
     """
-    args = _parser().parse_args(argv)
     try:
-        found = _run(args)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except ValueError as error:
+        _run(_parser().parse_args(argv))
+    except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

@@ -83,20 +83,21 @@ def line(made: dict[str, Any], asked: plan.Request) -> tuple[object, ...]:
         peak = _gib(peaks["train"])
     sizes = " × ".join(made["mesh"].partition(" (")[0].split(", "))
     moved = _moved(train, set(asked.layout.rows))
-    counted = "flops" in train
-    figures = (
-        *(f"{train['flops'] / 1e12:,.1f}", f"{1e3 * train['estimate']:,.0f}", train["bound by"]),
-        *(f"{train['mfu bound']:.2f}", *map(_gib, moved[:2])),
-        *(f"{made['least exchange']['ratio']:.2f}" if "least exchange" in made else "-",),
-        _gib(moved[2]),
-    )
+    figures = ["-"] * 8
+    if "flops" in train:
+        figures = [
+            *(f"{train['flops'] / 1e12:,.1f}", f"{1e3 * train['estimate']:,.0f}"),
+            *(train["bound by"], f"{train['mfu bound']:.2f}", *map(_gib, moved[:2])),
+            f"{made['least exchange']['ratio']:.2f}" if "least exchange" in made else "-",
+            _gib(moved[2]),
+        ]
     beside = {True: "fits", False: "no", None: "?"}[made.get("fits beside the state")]
     slice_of = made["topology"] + (f" × {made['slices']}" if made["slices"] > 1 else "")
     return (
         *(made["model"], slice_of, f"{asked.layout.name}: {sizes}", _gib(made["state"]), peak),
         *("yes" if train.get("fits") else "**no**", _gib(peaks.get("prefill"))),
         *(_gib(peaks.get("round")), _gib(held["round"]["cache"]), beside),
-        *(figures if counted else ("-",) * 8),
+        *figures,
     )
 
 

@@ -459,3 +459,72 @@ ENTRY %main (x: f32[64,64]) -> f32[64,64] {
 }
 """
     assert _plan_costs.count(hlo.parse(text)).bytes == 2 * 64 * 64 * 4
+
+
+QUARTERS = """HloModule quarters
+
+ENTRY %main (x: bf16[2048,2048]) -> bf16[512,2048] {
+  %x = bf16[2048,2048]{1,0:T(8,128)(2,1)} parameter(0)
+  %slice-start = ((bf16[2048,2048]{1,0:T(8,128)(2,1)}), bf16[512,2048]{1,0:T(8,128)(2,1)S(1)}, \
+s32[]{:S(2)}) slice-start(%x), slice={[0:512], [0:2048]}
+  %slice-done = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
+  %slice-start.1 = ((bf16[2048,2048]{1,0:T(8,128)(2,1)}), bf16[512,2048]{1,0:T(8,128)(2,1)}, \
+s32[]{:S(2)}) slice-start(%x), slice={[512:1024], [0:2048]}
+  ROOT %slice-done.1 = bf16[512,2048]{1,0:T(8,128)(2,1)} slice-done(%slice-start.1)
+}
+""".replace("\\\n", "")
+
+
+def test_an_asynchronous_slice_reads_its_piece_and_writes_only_to_memory():
+    piece = 512 * 2048 * 2
+    assert _plan_costs.count(hlo.parse(QUARTERS)).bytes == piece + 2 * piece
+
+
+@pytest.mark.parametrize(("to", "of"), [("S(1)", ""), ("", "S(1)"), ("", "")])
+def test_an_asynchronous_copy_counts_each_side_by_its_memory(to, of):
+    text = f"""HloModule copied
+
+ENTRY %main (x: f32[1,1024]) -> f32[1,1024] {{
+  %x = f32[1,1024]{{1,0:T(1,128){of}}} parameter(0)
+  %copy-start = (f32[1,1024]{{1,0:T(1,128){to}}}, f32[1,1024]{{1,0:T(1,128){of}}}, \
+u32[]{{:S(2)}}) copy-start(%x)
+  ROOT %copy-done = f32[1,1024]{{1,0:T(1,128){to}}} copy-done(%copy-start)
+}}
+"""
+    assert _plan_costs.count(hlo.parse(text)).bytes == (2 - (to + of).count("S")) * 1024 * 4
+
+
+COMBINED = """HloModule combined, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[1024], q: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  %q = f32[1024]{0} parameter(1)
+  %s = STARTED(%p, %q), replica_groups={{0,1,2,3}}, REST
+  ROOT %r = f32[1024]{0} negate(%p)
+}
+"""
+
+
+TWO, WIDE, PART = (f"(f32[{size}]{{0}}, f32[{size}]{{0}})" for size in (1024, 4096, 256))
+
+
+@pytest.mark.parametrize(
+    ("started", "rest", "result", "wire"),
+    [
+        (f"{TWO} all-reduce-start", "to_apply=%add", 2, 2 * 2 * 3 / 4),
+        (f"({TWO}, {WIDE}, u32[], u32[]) all-gather-start", "dimensions={0}", 8, 6),
+        (f"({TWO}, {PART}, u32[]) reduce-scatter-start", "dimensions={0}", 1 / 2, 3 / 2),
+    ],
+)
+def test_a_combined_asynchronous_collective_counts_all_its_results(started, rest, result, wire):
+    """In units of one of the two operands of 4 KiB."""
+    module = hlo.parse(COMBINED.replace("STARTED", started).replace("REST", rest))
+    (found,) = hlo.transfers(module, module.entry)
+    assert found.bytes == result * 4096 and found.wire == wire * 4096
+    assert _plan_costs.count(module).bytes == (2 + result + 2) * 4096

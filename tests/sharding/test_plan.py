@@ -186,7 +186,15 @@ def test_the_command_line(capsys, model, tmp_path):
         (["--slices", "0"], "--slices: got 0"),
         (["--programs", "train,nothing"], "--programs: unknown nothing; known: train"),
         (["--model", "no/such/folder"], "no file or folder 'no/such/folder'"),
-        (["--search"], "of 'cpu:8' neither memory nor speed is known"),
+        (["--search"], "--layout: --search chooses that itself"),
+        (["--topology", "cpu:0"], "got 'cpu:0'; write chip and shape"),
+        (["--layout", "fsdp:self=4"], "layout 'fsdp' has no mesh axis 'self'"),
+        (["--rows", "many"], "argument --rows: invalid int value: 'many'"),
+        (["--try-micro-batches", "2,0"], "--try-micro-batches: got 0; it must be at least 1"),
+        (["--compile", "0"], "--compile: got 0; it must be at least 1"),
+        (["--json", "."], "--json: . is a folder; name a file"),
+        (["--plot", "plan.xyz"], "--plot: plan.xyz has none of the known endings: "),
+        (["--cache", __file__], "test_plan.py is no folder"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, model, flags, message):
@@ -196,6 +204,74 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, model, flags, message):
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tensor", 2),
+        ("--programs", "train"),
+        ("--remat", "full"),
+        ("--micro-batches", 2),
+    ],
+)
+def test_a_search_takes_no_flag_that_it_would_not_heed(capsys, model, flags):
+    code, _, err = run(capsys, "--model", model, "--topology", "cpu:8", "--search", *flags)
+    assert code == 2 and f"{flags[0]}: --search chooses that itself" in err
+
+
+def test_a_search_on_host_devices_says_what_is_missing(capsys, model):
+    code, _, err = run(capsys, "--model", model, "--topology", "cpu:8", "--search")
+    assert code == 2 and "of 'cpu:8' neither memory nor speed is known" in err
+
+
+def test_a_file_that_cannot_be_written_is_one_line(capsys, model, monkeypatch):
+    monkeypatch.setattr(plan, "make", lambda *_: {})
+    monkeypatch.setattr(_plan_report, "text", str)
+    code, _, err = run(capsys, "--model", model, "--json", model / "config.json" / "plan.json")
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_figures_are_written_before_the_picture(capsys, model, monkeypatch):
+    def fails(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(plan, "make", lambda *_: {"figures": 1})
+    monkeypatch.setattr(_plan_report, "text", str)
+    monkeypatch.setattr(_plan_report, "draw", fails)
+    files = ("--json", model / "new" / "plan.json", "--plot", model / "plan.png")
+    code, _, err = run(capsys, "--model", model, *files)
+    assert (code, err) == (2, "error: no space left\n")
+    assert json.loads((model / "new" / "plan.json").read_text()) == {"figures": 1}
+
+
+def refused(monkeypatch, reason):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError(reason)
+
+    monkeypatch.setattr(_plan_programs, "compile_train", fails)
+
+
+def test_a_result_that_was_broken_off_is_made_again(tmp_path, monkeypatch):
+    refused(monkeypatch, "RESOURCE_EXHAUSTED: Used 23.47G of 15.75G hbm")
+    file = tmp_path / f"{REQUEST.key()}.json"
+    file.write_text('{"model": "ti')
+    made = plan.make(REQUEST, tmp_path)
+    assert json.loads(file.read_text()) == json.loads(json.dumps(made))
+    assert [one.name for one in tmp_path.iterdir()] == [file.name]
+
+
+def test_a_failure_that_is_not_of_memory_is_not_kept(tmp_path, monkeypatch):
+    refused(monkeypatch, "INTERNAL: something else")
+    assert "failed" in plan.make(REQUEST, tmp_path)["programs"]["train"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["LIBTPU_INIT_ARGS", "XLA_FLAGS"])
+def test_compiler_flags_give_another_result(monkeypatch, name):
+    before = REQUEST.key()
+    monkeypatch.setenv(name, "--xla_something=1")
+    assert REQUEST.key() != before
 
 
 def test_without_libtpu_it_says_so(capsys, model, monkeypatch):
@@ -337,12 +413,72 @@ def test_the_search_leaves_out_what_cannot_work():
     reasons = dict(left_out)
     assert any("do not divide" in why for why in reasons.values())
     assert any("'kv_heads' has size 4" in why for why in reasons.values())  # tensor 8
+    assert len(found) > 2
+    assert [one.rough for one in found] == sorted(one.rough for one in found)
     tight = dataclasses.replace(chip, hbm=2**18)
     found, left_out = _plan_search.candidates(
         base, jax.devices()[:8], tight, micro=(1,), remat=("full",)
     )
     assert found == [] and any("needs at least" in why for _, why in left_out)
-    assert [one.rough for one in found] == sorted(one.rough for one in found)
+
+
+def candidates(base, **choices):
+    devices, chip = jax.devices()[:8], hardware.CHIPS["v5e"]
+    found, left_out = _plan_search.candidates(base, devices, chip, micro=(1,), **choices)
+    return {f"{one.request.layout.name} {one.request.remat}": one for one in found}, left_out
+
+
+def test_what_the_search_needs_at_least_is_a_lower_bound():
+    """State and kept inputs of the layers: a part of a row where tokens are split over devices."""
+    base = dataclasses.replace(
+        REQUEST, sizes=dataclasses.replace(SIZES, micro_batches=1), topology="v5e:2x4"
+    )
+    found, _ = candidates(base, remat=("full", "offload"))
+    rows, inputs = SIZES.rows, 2 * 3 * 192 * 64
+    assert found["fsdp full"].least == found["fsdp full"].state + rows // 8 * inputs
+    assert found["sequence full"].least == found["sequence full"].state + rows // 4 * inputs // 2
+    assert found["fsdp offload"].least == found["fsdp offload"].state  # they lie in host memory
+
+
+def test_least_exchange_where_weights_are_copied_and_where_tokens_are_split():
+    def least(name):
+        placed = _plan_programs.place_train(
+            CONFIG, sharding.LAYOUTS[name], jax.devices()[:8], dataclasses.replace(SIZES, rows=32)
+        )
+        return _plan_measure.least_exchange(placed)
+
+    count, looked_up = weights(CONFIG), HEAD
+    # hsdp: 3 of 4 parts come from the slice, and the own part's sum with the other slice
+    assert least("hsdp") == {
+        "gathered": 2 * 2 * 2 * (count - looked_up) * 3 // 4,
+        "scattered": 2 * count * 3 // 4 + 2 * 2 * count // 4 // 2,
+    }
+    # sequence: weights lie over all eight devices
+    assert least("sequence") == {
+        "gathered": 2 * 2 * 2 * (count - looked_up) * 7 // 8,
+        "scattered": 2 * count * 7 // 8,
+    }
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_search_can_lay_heads_whole(whole):
+    base = dataclasses.replace(
+        REQUEST,
+        sizes=dataclasses.replace(SIZES, micro_batches=1),
+        topology="v5e:2x4",
+        whole_heads=whole,
+    )
+    found, left_out = candidates(base, remat=("full",))
+    assert ("tensor full" in found) == whole
+    assert any("'kv_heads' has size 4" in why for _, why in left_out) == (not whole)
+
+
+def test_tokens_that_are_split_take_plain_attention():
+    config = dataclasses.replace(CONFIG, head_dim=128)
+    base = dataclasses.replace(REQUEST, config=config, topology="v5e:2x4")
+    assert base.kernel() == "splash"
+    split = dataclasses.replace(base, layout=sharding.get_layout("sequence"))
+    assert split.kernel() == "xla"
 
 
 def test_the_search_ranks_what_fits_by_its_estimate(monkeypatch):
