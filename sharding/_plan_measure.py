@@ -190,6 +190,7 @@ def program_figures(
         "kernel flops": cost.kernels,
         "bytes": cost.bytes,
         "not counted": dict(cost.unknown),
+        "open loops": [loop.name for loop in hlo.open_loops(module, where)],
         "model flops": flops / mesh.devices.size,
         "collectives": exchanges(module, mesh, where, **options),
     }

@@ -126,6 +126,9 @@ def _remarks(plan: dict[str, Any]) -> list[str]:
             lines.append(f"The {name} does not compile: {found['failed']}")
         for target, runs in found.get("not counted", {}).items():
             lines.append(f"Not counted in the {name}: {runs} runs of custom call {target!r}.")
+        if loops := found.get("open loops"):
+            told = ", ".join(loops)
+            lines.append(f"Counted once in the {name}, as their trips are not known: loops {told}.")
         moved = found.get("moved weights")
         if moved is not None:
             lines.append(f"Weights moved in the decode loop of the {name}: {len(moved) or 'none'}.")

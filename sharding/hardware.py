@@ -14,9 +14,9 @@ read in 2026):
 | data center network, Gb/s | ? | 25 | 50 | 100 | 100 |
 
 v4's page gives no ICI figure: 600 GB/s is six links of 50 GB/s each way (Jouppi et al., "TPU v4: an
-optically reconfigurable supercomputer", 2023). v5e's network is its page's 6.4
-Tb/s a pod of 256 chips. HBM is what the pages say is built in. What the compiler grants of it
-follows from its refusals (libtpu 0.0.52, both halves of a v4 and tpu7x together); it decides what fits.
+optically reconfigurable supercomputer", 2023). v5e's network is its page's 6.4 Tb/s a pod of 256
+chips. HBM is what the pages say is built in. What the compiler grants of it, and so what fits,
+follows from its refusals (libtpu 0.0.52; both halves of a v4 and tpu7x together).
 
 **The roofline.** Four clocks run beside each other, and the longest is the estimate:
 
@@ -26,11 +26,11 @@ follows from its refusals (libtpu 0.0.52, both halves of a v4 and tpu7x together
   axes that the collective's devices spread over,
 - network: the same for collectives that join slices ÷ the network's bandwidth.
 
-So it is an estimate, no bound on either side. It is low because no chip reaches its peak, links of a
-small slice do not wrap around, and not all communication hides behind arithmetic. It can be high
+So it is an estimate, a bound on neither side. It is low because no chip reaches its peak, links of
+a small slice do not wrap around, and not all communication hides behind arithmetic. It can be high
 because two collectives on different torus axes, which may run at once, count one after the other.
-The sum of the four is the time where nothing overlaps. A network that is not known is no clock: it
-is None, and the estimate leaves it out.
+The sum of the four is the time where nothing overlaps. A clock that is not known (the network's
+bandwidth is not documented) is left out of both.
 """
 
 from __future__ import annotations

@@ -95,7 +95,10 @@ def test_a_step_is_planned_as_it_must_be(trained):
     assert {("all-gather", ("fsdp",)), ("all-reduce", ("tensor",))} <= axes
     assert all(one["received"] > 0 for one in found["collectives"])
     sizes = found["memory"]
-    assert sizes["peak"] >= sizes["arguments"] + sizes["temporaries"]
+    # of a device's rows; the step takes neither group ids nor the sampler's log-probs
+    batch = 16 // 4 * (192 * (4 + 1 + 1 + 2 * 4) + 2 * 4)
+    assert sizes["arguments"] == made["state"] + batch
+    assert sizes["temporaries"] > 0
     assert "fits" not in found and made["hbm"] is None  # nothing is known of host devices
     least = made["least exchange"]
     # per micro-batch two gathers of what fsdp splits, but for the embedding; bfloat16; 3 of 4 parts
@@ -134,7 +137,7 @@ def test_generation_by_hand_and_no_weights_move_under_tensor():
     token = 16 * (2 * (3 * LAYER + HEAD) + pairs * 192)
     for name in ("generate", "round"):
         found = made["programs"][name]
-        assert found["flops"] == pytest.approx(token / 4, rel=0.01)
+        assert found["flops"] == token / 4
         assert found["moved weights"] == []
         assert found["copied a token"] == 0
         assert made["held"][name]["cache"] * 4 == found["cache of all"]
@@ -393,6 +396,22 @@ def test_between_slices_is_an_axis_of_the_mesh():
     (found,) = _plan_measure.exchanges(hlo.parse(BETWEEN), mesh)
     assert (found["kind"], found["axes"], found["runs"]) == ("all-reduce", ["data"], 1)
     assert found["received"] == 1024 * 4 * 4
+
+
+def test_a_loop_whose_trips_are_not_known_is_told():
+    def run(x):
+        def halved(x):
+            return jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x)
+
+        return jax.lax.fori_loop(0, 3, lambda _, x: halved(x) * 2, x)
+
+    compiled = jax.jit(run).lower(jax.ShapeDtypeStruct((8, 8), np.float32)).compile()
+    mesh = sharding.make_mesh(sharding.LAYOUTS["dp"], jax.devices()[:1])
+    found, module = _plan_measure.program_figures(compiled, mesh, None)
+    (name,) = found["open loops"]
+    assert name == hlo.outer_loop(module).name
+    made = {"remarks": [], "programs": {"train": found}}
+    assert any(name in line and "once" in line for line in _plan_report._remarks(made))
 
 
 def test_half_a_chip_is_a_device_of_v4():
