@@ -114,7 +114,7 @@ def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[
     params, state = (programs.on_a_device(tree) for tree in (placed.state.params, placed.state))
     held = {"parameters": params, "optimizer": state - params, "cache": 0}
     out: dict[str, Any] = {"held": held, "mesh": sharding.describe(placed.mesh), "state": state}
-    if chip is not None and state > chip.hbm:
+    if chip is not None and state > chip.granted:
         why = "not compiled: the state alone is larger than a device's memory"
         return out | {"figures": {"failed": why, "needs": state}}
     try:
@@ -207,6 +207,13 @@ def _remarks(request: Request, chip: Chip | None, found: dict[str, Any]) -> list
             "nor a time. FLOPs, bytes and collectives are those of the CPU's compiler; a TPU's "
             "fuses otherwise, and chooses other collectives. For both: libtpu and a TPU topology."
         )
+    elif chip.name == "v4":
+        lines.append(
+            "A device is half a v4 chip, as libtpu describes it; JAX on a real v4 joins the halves "
+            "(megacore): half as many devices, each twice as large."
+        )
+    if any(one.get("seconds", {}).get("network", 0) is None for one in found.values()):
+        lines.append("The network between slices is not documented: the estimate leaves it out.")
     kernels = sum(one.get("kernel flops", 0) for one in found.values())
     if kernels:
         lines.append(
@@ -237,6 +244,18 @@ def _remarks(request: Request, chip: Chip | None, found: dict[str, Any]) -> list
             "(seen at 64 and at 128 columns). Split that axis over fewer devices."
         )
     return lines
+
+
+def _beside(found: list[dict[str, Any]], state: int, chip: Chip | None) -> dict[str, Any]:
+    """Generation beside the resident train state: a program that failed does not fit either."""
+    peaks = [one["memory"]["peak"] for one in found if "memory" in one]
+    out: dict[str, Any] = {"fits beside the state": None}
+    if peaks:
+        out["generation beside the state"] = max(peaks) + state
+    if chip is not None:
+        whole = len(peaks) == len(found)
+        out["fits beside the state"] = whole and max(peaks) + state <= chip.granted
+    return out
 
 
 def make(request: Request, cache: Path | None = None) -> dict[str, Any]:
@@ -277,12 +296,8 @@ def make(request: Request, cache: Path | None = None) -> dict[str, Any]:
             held[name] = {"parameters": weights, "optimizer": 0, "cache": kept}
     for name, one in found.items():
         one["counted"] = _COUNTED[name]
-    peaks = [found[name]["memory"]["peak"] for name in wanted if "memory" in found[name]]
-    if peaks and "state" in out:
-        out["generation beside the state"] = max(peaks) + out["state"]
-        out["fits beside the state"] = (
-            None if chip is None else max(peaks) + out["state"] <= chip.hbm
-        )
+    if wanted and "state" in out:
+        out |= _beside([found[name] for name in wanted], out["state"], chip)
     sizes = dataclasses.asdict(request.sizes)
     told = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items())
     result = {

@@ -140,12 +140,12 @@ def clocks(
 ) -> Clocks:
     """Seconds by the roofline of :mod:`sharding.hardware`."""
     devices = list(mesh.devices.flat)
-    ici, network = 0.0, 0.0
+    ici, between = 0.0, 0
     seen: dict[str, int] = {}
     for one in hlo.transfers(module, computation or module.entry, **options):
         received = one.wire * one.times
         if one.groups == hlo.SLICES:
-            network += received / chip.network if chip.network else 0.0
+            between += received
             continue
         if one.groups not in seen:
             seen[one.groups] = _spread(one.groups, devices, module.devices)
@@ -155,7 +155,7 @@ def clocks(
         arithmetic=cost.flops / chip.flops,
         memory=cost.bytes / chip.bandwidth,
         ici=ici,
-        network=network,
+        network=between and (between / chip.network if chip.network else None),
     )
 
 
@@ -190,17 +190,18 @@ def program_figures(
         "kernel flops": cost.kernels,
         "bytes": cost.bytes,
         "not counted": dict(cost.unknown),
+        "open loops": [loop.name for loop in hlo.open_loops(module, where)],
         "model flops": flops / mesh.devices.size,
         "collectives": exchanges(module, mesh, where, **options),
     }
     if chip is not None:
-        found["fits"] = found["memory"]["peak"] <= chip.hbm
+        found["fits"] = found["memory"]["peak"] <= chip.granted
         time = clocks(module, cost, chip, mesh, where, **options)
         found["seconds"] = dataclasses.asdict(time)
         found["estimate"], found["bound by"] = time.longest, time.bound_by
         found["without overlap"] = time.together
         if time.longest:
-            found["mfu bound"] = found["model flops"] / (chip.flops * time.longest)
+            found["estimated mfu"] = found["model flops"] / (chip.flops * time.longest)
     return found, module
 
 

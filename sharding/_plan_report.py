@@ -77,7 +77,7 @@ def _work(plan: dict[str, Any]) -> str:
     for found in plan["programs"].values():
         if "failed" in found:
             continue
-        bound, clocks = found.get("mfu bound"), found.get("seconds", {})
+        bound, clocks = found.get("estimated mfu"), found.get("seconds", {})
         rows.append(
             (
                 *(found["counted"], f"{found['flops'] / tera:,.3f}"),
@@ -89,7 +89,7 @@ def _work(plan: dict[str, Any]) -> str:
             )
         )
     header = ("one device", work, "of the model", f"{told} of memory", "arithmetic, ms", "memory")
-    more = ("ICI", "network", "**estimate, ms**", "bound by", "without overlap", "MFU bound")
+    more = ("ICI", "network", "**estimate, ms**", "bound by", "without overlap", "estimated MFU")
     return markdown((*header, *more), rows)
 
 
@@ -126,6 +126,9 @@ def _remarks(plan: dict[str, Any]) -> list[str]:
             lines.append(f"The {name} does not compile: {found['failed']}")
         for target, runs in found.get("not counted", {}).items():
             lines.append(f"Not counted in the {name}: {runs} runs of custom call {target!r}.")
+        if loops := found.get("open loops"):
+            told = ", ".join(loops)
+            lines.append(f"Counted once in the {name}, as their trips are not known: loops {told}.")
         moved = found.get("moved weights")
         if moved is not None:
             lines.append(f"Weights moved in the decode loop of the {name}: {len(moved) or 'none'}.")
@@ -199,7 +202,7 @@ def draw(plan: dict[str, Any], file: Path) -> None:
     left.legend()
     width = 0.2
     for index, part in enumerate(CLOCKS):
-        seconds = [one.get("seconds", {}).get(part, 0.0) for one in found]
+        seconds = [one.get("seconds", {}).get(part) or 0.0 for one in found]
         places = [place + (index - 1.5) * width for place in range(len(names))]
         right.bar(places, [1e3 * value for value in seconds], width, label=part)
     right.set_xticks(range(len(names)), [one["counted"].replace(", ", ",\n") for one in found])

@@ -111,8 +111,8 @@ def _candidate(request: Request, devices: Sequence[Any], chip: Chip) -> Candidat
     )
     state = programs.on_a_device(placed.state)
     least = state + _kept(request, dict(placed.mesh.shape))
-    if least > chip.hbm:
-        raise ValueError(f"needs at least {sized(least)} of {sized(chip.hbm)} GiB")
+    if least > chip.granted:
+        raise ValueError(f"needs at least {sized(least)} of {sized(chip.granted)} GiB")
     rough = _rough(request, placed, chip)
     return Candidate(request=request, state=state, least=least, rough=rough)
 
@@ -221,13 +221,13 @@ def table(found: dict[str, Any]) -> str:
             (
                 *(f"{place}. {one['told']}", sized(train["memory"]["peak"])),
                 *(f"{1e3 * train[name]:,.0f}" for name in ("estimate", "without overlap")),
-                *(train["bound by"], f"{train['mfu bound']:.2f}"),
+                *(train["bound by"], f"{train['estimated mfu']:.2f}"),
             )
         )
     header = ("way", "peak, GiB a device", "estimate, ms", "without overlap", "bound by")
     lines = [
         f"## {found['model']} on {found['topology']}: ways that fit, best first",
-        markdown((*header, "MFU bound"), rows) if rows else "None of those compiled fits.",
+        markdown((*header, "estimated MFU"), rows) if rows else "None of those compiled fits.",
     ]
     for one in found["misfits"]:
         train = one["plan"]["programs"]["train"]

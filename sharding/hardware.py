@@ -7,15 +7,16 @@ read in 2026):
 |---|---|---|---|---|---|
 | peak bf16, TFLOP/s | 275 | 197 | 459 | 918 | 2307 |
 | HBM, GiB | 32 | 16 | 95 | 32 | 192 |
+| granted by the compiler, GiB | 30.5 | 15.75 | 95.7 | 31.2 | 189.4 |
 | HBM, GB/s | 1200 | 819 | 2765 | 1638 | 7380 |
 | ICI, both directions together, GB/s | 600 | 400 | 1200 | 800 | 1200 |
 | ICI torus | 3D | 2D | 3D | 2D | 3D |
 | data center network, Gb/s | ? | 25 | 50 | 100 | 100 |
 
 v4's page gives no ICI figure: 600 GB/s is six links of 50 GB/s each way (Jouppi et al., "TPU v4: an
-optically reconfigurable supercomputer", 2023). v5e's network is its page's 6.4
-Tb/s a pod of 256 chips. Memory is what is built in; the compiler keeps a little for itself (it
-grants 15.75 GiB of a v5e's 16) and refuses a program that needs more.
+optically reconfigurable supercomputer", 2023). v5e's network is its page's 6.4 Tb/s a pod of 256
+chips. HBM is what the pages say is built in. What the compiler grants of it, and so what fits,
+follows from its refusals (libtpu 0.0.52; both halves of a v4 and tpu7x together).
 
 **The roofline.** Four clocks run beside each other, and the longest is the estimate:
 
@@ -25,8 +26,11 @@ grants 15.75 GiB of a v5e's 16) and refuses a program that needs more.
   axes that the collective's devices spread over,
 - network: the same for collectives that join slices ÷ the network's bandwidth.
 
-So it is a bound: no chip reaches its peak, links of a small slice do not wrap around, and not all
-communication hides behind arithmetic. The sum of the four is the other end, where nothing overlaps.
+So it is an estimate, a bound on neither side. It is low because no chip reaches its peak, links of
+a small slice do not wrap around, and not all communication hides behind arithmetic. It can be high
+because two collectives on different torus axes, which may run at once, count one after the other.
+The sum of the four is the time where nothing overlaps. A clock that is not known (the network's
+bandwidth is not documented) is left out of both.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class Chip:
       name: as topologies spell it.
       flops: bf16 operations a second at peak.
       hbm: bytes of memory.
+      granted: bytes that the compiler grants to programs.
       bandwidth: bytes a second between memory and chip.
       ici: bytes a second of all links between chips, both directions together.
       torus: dimensions of the torus that the links make.
@@ -55,6 +60,7 @@ class Chip:
     name: str
     flops: float
     hbm: int
+    granted: int
     bandwidth: float
     ici: float
     torus: int
@@ -70,41 +76,42 @@ class Chip:
             self,
             flops=self.flops / parts,
             hbm=self.hbm // parts,
+            granted=self.granted // parts,
             bandwidth=self.bandwidth / parts,
             ici=self.ici / parts,
             network=self.network and self.network / parts,
         )
 
 
-def _chip(
-    name: str, tflops: float, hbm: int, bandwidth: float, ici: float, torus: int, gbits: float
-) -> Chip:
+def _chip(*given: float, name: str, torus: int, gbits: float | None) -> Chip:
+    tflops, hbm, granted, bandwidth, ici = given
     return Chip(
         name=name,
         flops=tflops * 1e12,
-        hbm=hbm * GIB,
+        hbm=int(hbm * GIB),
+        granted=int(granted * GIB),
         bandwidth=bandwidth * 1e9,
         ici=ici * 1e9,
         torus=torus,
-        network=gbits * 1e9 / 8 if gbits else None,
+        network=None if gbits is None else gbits * 1e9 / 8,
     )
 
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        _chip("v4", 275, 32, 1200, 600, 3, 0),
-        _chip("v5e", 197, 16, 819, 400, 2, 25),
-        _chip("v5p", 459, 95, 2765, 1200, 3, 50),
-        _chip("v6e", 918, 32, 1638, 800, 2, 100),
-        _chip("tpu7x", 2307, 192, 7380, 1200, 3, 100),
+        _chip(275, 32, 30.5, 1200, 600, name="v4", torus=3, gbits=None),
+        _chip(197, 16, 15.75, 819, 400, name="v5e", torus=2, gbits=25),
+        _chip(459, 95, 95.7, 2765, 1200, name="v5p", torus=3, gbits=50),
+        _chip(918, 32, 31.2, 1638, 800, name="v6e", torus=2, gbits=100),
+        _chip(2307, 192, 189.4, 7380, 1200, name="tpu7x", torus=3, gbits=100),
     )
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """Seconds that each part of the machine needs for a program.
+    """Seconds that each part of the machine needs for a program; None where that is not known.
 
     >>> clocks = Clocks(arithmetic=2.0, memory=0.5, ici=1.0, network=0.0)
     >>> clocks.longest, clocks.bound_by, clocks.together
@@ -114,23 +121,27 @@ class Clocks:
     arithmetic: float
     memory: float
     ici: float
-    network: float
+    network: float | None
+
+    @property
+    def _known(self) -> dict[str, float]:
+        parts = dataclasses.asdict(self)
+        return {name: seconds for name, seconds in parts.items() if seconds is not None}
 
     @property
     def longest(self) -> float:
         """The estimate: everything else happens meanwhile."""
-        return max(dataclasses.astuple(self))
+        return max(self._known.values())
 
     @property
     def together(self) -> float:
         """Where nothing overlaps."""
-        return sum(dataclasses.astuple(self))
+        return sum(self._known.values())
 
     @property
     def bound_by(self) -> str:
         """What takes longest."""
-        parts = dataclasses.asdict(self)
-        return max(parts, key=lambda name: parts[name])
+        return max(self._known, key=lambda name: self._known[name])
 
 
 def chip_of(topology: str) -> Chip | None:

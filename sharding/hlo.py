@@ -283,19 +283,22 @@ def trips(module: Module, loop: Instruction) -> int | None:
     return _plan_loops.trips(module, loop)
 
 
-def outer_loop(module: Module) -> Instruction:
-    """The while loop whose trip count only the run decides: a decode loop that may end early."""
-    open_loops = [
+def open_loops(module: Module, computation: str) -> list[Instruction]:
+    """The while loops under a computation whose trip count is not known."""
+    return [
         instruction
-        for _, instruction in instructions(module, module.entry)
+        for _, instruction in instructions(module, computation)
         if instruction.opcode == "while" and trips(module, instruction) is None
     ]
+
+
+def outer_loop(module: Module) -> Instruction:
+    """The while loop whose trip count only the run decides: a decode loop that may end early."""
+    found = open_loops(module, module.entry)
     inside = {
-        instruction.name
-        for loop in open_loops
-        for _, instruction in instructions(module, loop.body)
+        instruction.name for loop in found for _, instruction in instructions(module, loop.body)
     }
-    outer = [loop for loop in open_loops if loop.name not in inside]
+    outer = [loop for loop in found if loop.name not in inside]
     if not outer:
         raise ValueError("the program has no while loop without a known trip count")
     return max(outer, key=lambda loop: sum(size(*array) for array in arrays(loop.shape)))

@@ -8,7 +8,7 @@
 Needs ``libtpu`` for TPUs (``pip install '.[tpu-plan]'``) and no TPU; nothing is executed. Compiled
 are the update (GRPO, AdamW), the prefill and a token of generation, of ``rl.generate`` or of the
 engine. Memory is the compiler's own plan. FLOPs, bytes and collectives are counted in the program's
-text, loops as often as they run; the time is a roofline (:mod:`sharding.hardware`), so a bound.
+text, loops as often as they run; the time is a roofline's estimate (:mod:`sharding.hardware`).
 ``--search`` tries layouts × micro-batches × remat and ranks those that fit. Bad input ends with one
 line and exit code 2.
 """

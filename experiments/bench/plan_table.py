@@ -32,7 +32,7 @@ TARGETS = {  # topology and slices → layouts; the rows are as many as there ar
 HEADER = (
     *("model", "slice", "layout", "state, GiB a device", "train peak", "fits", "prefill peak"),
     *("round peak", "KV cache", "beside the state", "TFLOP a step", "estimate, ms", "bound by"),
-    *("MFU bound", "gathered, GiB", "reduced", "÷ least", "other axes"),
+    *("estimated MFU", "gathered, GiB", "reduced", "÷ least", "other axes"),
 )
 
 
@@ -87,7 +87,7 @@ def line(made: dict[str, Any], asked: plan.Request) -> tuple[object, ...]:
     if "flops" in train:
         figures = [
             *(f"{train['flops'] / 1e12:,.1f}", f"{1e3 * train['estimate']:,.0f}"),
-            *(train["bound by"], f"{train['mfu bound']:.2f}", *map(_gib, moved[:2])),
+            *(train["bound by"], f"{train['estimated mfu']:.2f}", *map(_gib, moved[:2])),
             f"{made['least exchange']['ratio']:.2f}" if "least exchange" in made else "-",
             _gib(moved[2]),
         ]

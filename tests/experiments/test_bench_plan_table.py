@@ -46,7 +46,7 @@ def test_a_step_that_fits_has_its_figures():
         "flops": 2e12,
         "estimate": 0.5,
         "bound by": "memory",
-        "mfu bound": 0.25,
+        "estimated mfu": 0.25,
         "collectives": [exchange],
     }
     row = plan_table.line(made(train), ASKED)

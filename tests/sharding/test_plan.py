@@ -13,6 +13,7 @@ import rlhf_jax as rl
 import sharding
 from sharding import (
     _plan_costs,
+    _plan_make,
     _plan_measure,
     _plan_programs,
     _plan_report,
@@ -94,7 +95,10 @@ def test_a_step_is_planned_as_it_must_be(trained):
     assert {("all-gather", ("fsdp",)), ("all-reduce", ("tensor",))} <= axes
     assert all(one["received"] > 0 for one in found["collectives"])
     sizes = found["memory"]
-    assert sizes["peak"] >= sizes["arguments"] + sizes["temporaries"]
+    # of a device's rows; the step takes neither group ids nor the sampler's log-probs
+    batch = 16 // 4 * (192 * (4 + 1 + 1 + 2 * 4) + 2 * 4)
+    assert sizes["arguments"] == made["state"] + batch
+    assert sizes["temporaries"] > 0
     assert "fits" not in found and made["hbm"] is None  # nothing is known of host devices
     least = made["least exchange"]
     # per micro-batch two gathers of what fsdp splits, but for the embedding; bfloat16; 3 of 4 parts
@@ -133,7 +137,7 @@ def test_generation_by_hand_and_no_weights_move_under_tensor():
     token = 16 * (2 * (3 * LAYER + HEAD) + pairs * 192)
     for name in ("generate", "round"):
         found = made["programs"][name]
-        assert found["flops"] == pytest.approx(token / 4, rel=0.01)
+        assert found["flops"] == token / 4
         assert found["moved weights"] == []
         assert found["copied a token"] == 0
         assert made["held"][name]["cache"] * 4 == found["cache of all"]
@@ -379,6 +383,10 @@ ENTRY %main (x: f32[1024,4]) -> f32[1024,16] {
     assert found.ici == 0
     assert found.network == pytest.approx(1024 * 4 * 4 / (25e9 / 8))
     assert found.bound_by == "network"
+    # v4's is not documented: no clock rather than none of the time
+    unknown = _plan_measure.clocks(apart, _plan_costs.count(apart), hardware.CHIPS["v4"], mesh)
+    assert unknown.network is None
+    assert unknown.longest == unknown.together == unknown.memory
 
 
 def test_between_slices_is_an_axis_of_the_mesh():
@@ -390,10 +398,49 @@ def test_between_slices_is_an_axis_of_the_mesh():
     assert found["received"] == 1024 * 4 * 4
 
 
+def test_a_loop_whose_trips_are_not_known_is_told():
+    def run(x):
+        def halved(x):
+            return jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x)
+
+        return jax.lax.fori_loop(0, 3, lambda _, x: halved(x) * 2, x)
+
+    compiled = jax.jit(run).lower(jax.ShapeDtypeStruct((8, 8), np.float32)).compile()
+    mesh = sharding.make_mesh(sharding.LAYOUTS["dp"], jax.devices()[:1])
+    found, module = _plan_measure.program_figures(compiled, mesh, None)
+    (name,) = found["open loops"]
+    assert name == hlo.outer_loop(module).name
+    made = {"remarks": [], "programs": {"train": found}}
+    assert any(name in line and "once" in line for line in _plan_report._remarks(made))
+
+
 def test_half_a_chip_is_a_device_of_v4():
     devices = [Chip((0, 0, 0)), Chip((0, 0, 0)), Chip((1, 0, 0)), Chip((1, 0, 0))]
     assert plan.known_of("v4:2x1x1", devices).hbm == 16 * 2**30
     assert plan.known_of("v5e:2x2", devices[::2]).hbm == 16 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("failed", "peak", "fits"), [(False, 5.7, True), (False, 5.8, False), (True, 5.7, False)]
+)
+def test_generation_fits_beside_the_state_if_all_of_it_does(monkeypatch, failed, peak, fits):
+    """10 GiB of state on a v5e, of whose 16 GiB the compiler grants 15.75."""
+
+    def generated(placed, name, chip, flops):
+        if failed and name == "round":
+            return {"failed": "RESOURCE_EXHAUSTED"}, 0
+        return {"memory": {"peak": int(peak * 2**30)}}, 0
+
+    def trained(*_):
+        return {"figures": {}, "held": {}, "state": 10 * 2**30}
+
+    monkeypatch.setattr(_plan_make, "_generation", generated)
+    monkeypatch.setattr(_plan_make, "_train", trained)
+    monkeypatch.setattr(_plan_make, "devices_of", lambda *_: jax.devices()[:8])
+    monkeypatch.setattr(_plan_make, "known_of", lambda *_: hardware.CHIPS["v5e"])
+    request = dataclasses.replace(REQUEST, topology="v5e:2x4")
+    made = plan.make(dataclasses.replace(request, programs=("train", "prefill", "round")))
+    assert made["fits beside the state"] is fits
 
 
 # the search
@@ -403,7 +450,7 @@ def test_the_search_leaves_out_what_cannot_work():
     base = dataclasses.replace(
         REQUEST, sizes=dataclasses.replace(SIZES, micro_batches=1), topology="v5e:2x4"
     )
-    chip = dataclasses.replace(hardware.CHIPS["v5e"], hbm=4 * 2**20)
+    chip = dataclasses.replace(hardware.CHIPS["v5e"], granted=4 * 2**20)
     found, left_out = _plan_search.candidates(
         base, jax.devices()[:8], chip, micro=(1, 2, 4), remat=("full",)
     )
@@ -415,7 +462,7 @@ def test_the_search_leaves_out_what_cannot_work():
     assert any("'kv_heads' has size 4" in why for why in reasons.values())  # tensor 8
     assert len(found) > 2
     assert [one.rough for one in found] == sorted(one.rough for one in found)
-    tight = dataclasses.replace(chip, hbm=2**18)
+    tight = dataclasses.replace(chip, granted=2**18)
     found, left_out = _plan_search.candidates(
         base, jax.devices()[:8], tight, micro=(1,), remat=("full",)
     )
@@ -492,7 +539,7 @@ def test_the_search_ranks_what_fits_by_its_estimate(monkeypatch):
             "estimate": seconds[name],
             "without overlap": seconds[name],
             "bound by": "ici",
-            "mfu bound": 0.5,
+            "estimated mfu": 0.5,
             "memory": {"peak": 2**30},
         }
         return {"programs": {"train": train}}
@@ -551,7 +598,7 @@ def test_the_tpu_compiler_agrees():
     head = 6 * 2 * 2048 * 1024 * 16 * 256
     assert train["flops"] - train["kernel flops"] == pytest.approx((body + head) / 8, rel=0.03)
     assert train["kernel flops"] == 11 * 2 * 3 * 16 * 16 * 512**2 * 128 / 8
-    assert train["fits"] and train["estimate"] > 0 and 0 < train["mfu bound"] < 1
+    assert train["fits"] and train["estimate"] > 0 and 0 < train["estimated mfu"] < 1
     assert train["updated in place"]
     assert token["moved weights"] == [] and token["copied a token"] == 0
     weights_read = made["held"]["round"]["parameters"]
