@@ -60,6 +60,12 @@ class Pieces:
         parts = math.prod(self.mesh.shape[axis] for axis in self.rows)
         return parts if rows % parts == 0 else 1
 
+    def whole_rows(self, rows: int) -> Pieces:
+        """The same without splitting tokens, and nowhere at all if the rows do not divide."""
+        if self.mesh is None or self._row_parts(rows) == 1:
+            return Pieces(mesh=None)
+        return dataclasses.replace(self, tokens=())
+
     def fill(self, x: Any) -> Any:
         """Tokens at the end, which no other token reads, up to whole pieces."""
         missing = 0 if x is None else -x.shape[1] % self.count

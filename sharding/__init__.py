@@ -8,7 +8,8 @@ Knows axis names and shapes; no model, no loss.
     mesh = make_mesh(layout)
     shardings = tree_shardings(model.logical_axes(), params, layout, mesh)
     params = jax.device_put(params, shardings)
-    model = dataclasses.replace(model, placement=activation_sharding(layout, mesh))
+    placement, decoding = activation_sharding(layout, mesh), decode_sharding(layout, mesh)
+    model = dataclasses.replace(model, placement=placement, decode_placement=decoding)
 """
 
 from sharding.files import get_layout, load_layouts, to_toml
@@ -20,6 +21,7 @@ from sharding.rules import (
     activation_sharding,
     check_rows,
     check_tokens,
+    decode_sharding,
     fitted,
     row_sharding,
     spec_for,
@@ -36,6 +38,7 @@ __all__ = [
     "axes_by_path",
     "check_rows",
     "check_tokens",
+    "decode_sharding",
     "describe",
     "fitted",
     "get_layout",

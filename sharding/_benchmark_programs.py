@@ -129,8 +129,11 @@ def place(
     shapes = model.shapes()
     where = sharding.tree_shardings(model.logical_axes(), shapes, layout, mesh)
     if mesh.size > 1:
-        placement = sharding.activation_sharding(layout, mesh)
-        model = dataclasses.replace(model, placement=placement)
+        model = dataclasses.replace(
+            model,
+            placement=sharding.activation_sharding(layout, mesh),
+            decode_placement=sharding.decode_sharding(layout, mesh),
+        )
     optimizer = optax.adamw(1e-5)
     states = rl.train_step.state_shardings(shapes, optimizer, where)
     return Placed(

@@ -240,7 +240,12 @@ def place_rollout(
     mesh = sharding.make_mesh(layout, devices)
     prompts = sizes.rows // sizes.group
     sharding.check_rows(prompts, layout, mesh, name="prompts (--rows ÷ --group)")
-    model = rl.models.Decoder(config, dtype=dtype)
+    model = rl.models.Decoder(
+        config,
+        dtype=dtype,
+        placement=sharding.activation_sharding(layout, mesh),
+        decode_placement=sharding.decode_sharding(layout, mesh),
+    )
     shapes = model.shapes()
     shardings = sharding.tree_shardings(model.logical_axes(), shapes, layout, mesh)
     rows, whole = sharding.row_sharding(layout, mesh), jax.NamedSharding(mesh, jax.P())
@@ -283,6 +288,7 @@ def compile_generate(placed: Rollout) -> Any:
             max_new_tokens=sizes.length - sizes.prompt,
             stop_ids=(2,),
             group_ids=group_ids,
+            row_sharding=sharding.row_sharding(placed.layout, placed.mesh),
         )
 
     args = (placed.params, placed.tokens, placed.mask, placed.key, placed.group_ids)

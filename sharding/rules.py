@@ -14,6 +14,7 @@ __all__ = [
     "activation_sharding",
     "check_rows",
     "check_tokens",
+    "decode_sharding",
     "fitted",
     "row_sharding",
     "spec_for",
@@ -179,6 +180,28 @@ def activation_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> jax.NamedSha
             )
     spec = jax.P(layout.rows or None, layout.tokens or None, _entry(heads))
     return jax.NamedSharding(mesh, spec)
+
+
+def decode_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
+    """The sharding of a decode step's hidden states, for ``Decoder(decode_placement=…)``.
+
+    Args:
+      layout: names the mesh axes that split rows and those that split the weights' ``embed`` axis.
+      mesh: where to.
+
+    Returns:
+      A ``NamedSharding`` of ``[prompts, group, width]``: the width as the weights' ``embed`` axis,
+      prompts over the row axes that do not split weights.
+
+    >>> import jax, sharding
+    >>> layout = sharding.get_layout("hsdp:slice=1")
+    >>> mesh = sharding.make_mesh(layout, jax.devices()[:1])
+    >>> decode_sharding(layout, mesh).spec == jax.P("slice", None, "fsdp")
+    True
+    """
+    width = layout.targets("embed")
+    rows = tuple(axis for axis in layout.rows if axis not in width)
+    return jax.NamedSharding(mesh, jax.P(_entry(rows), None, _entry(width)))
 
 
 def check_rows(rows: int, layout: Layout, mesh: Mesh, *, name: str = "rows") -> None:

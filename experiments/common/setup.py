@@ -101,7 +101,11 @@ def start(config: Config, *, algorithm: str, name: str | None = None) -> Run:
     if task.scratch is not None and config.model is None and warm:
         params = _warm_up(config, task.scratch, model, params)
     if mesh.size > 1:
-        model = dataclasses.replace(model, placement=sharding.activation_sharding(layout, mesh))
+        model = dataclasses.replace(
+            model,
+            placement=sharding.activation_sharding(layout, mesh),
+            decode_placement=sharding.decode_sharding(layout, mesh),
+        )
     trainable, frozen = partition.split(params, _is_trainable(config, model))
     shared = jax.tree.leaves(trainable["embed"]) == [] and len(model.stacks) > 1
     held_out = list(task.held_out)

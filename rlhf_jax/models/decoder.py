@@ -37,7 +37,7 @@ from rlhf_jax.models.attention import (
 )
 from rlhf_jax.models.cache import Cache, Prefix
 from rlhf_jax.models.config import DecoderConfig
-from rlhf_jax.models.decoding import decode_layers
+from rlhf_jax.models.decoding import check_decode_placement, decode_layers, few_rows
 from rlhf_jax.models.entry import check_decode, check_entry, check_shapes
 from rlhf_jax.models.explicit import auto_inside, like_rows, placed, sharded_as
 from rlhf_jax.models.layers import (
@@ -79,8 +79,8 @@ class Decoder:
 
       attention: how :meth:`hidden` attends: ``"xla"``, or by a fused kernel that holds no scores,
         ``"splash"`` (TPU), ``"cudnn"`` (GPU) or ``"auto"``; see :mod:`rlhf_jax.models.kernels`.
-      placement: ``NamedSharding`` of the learner's activations ``[rows, tokens, heads, width]``,
-        e.g. ``NamedSharding(mesh, P("fsdp", None, "tensor"))``; all but the width may be split.
+      placement: ``NamedSharding`` of whole rows' activations ``[rows, tokens, heads, width]``, e.g.
+        ``NamedSharding(mesh, P("fsdp", None, "tensor"))``; all but the width may be split.
         With it every layer's input lies by its rows, so that devices gather weights and not each
         other's activations, a kernel runs on each device's part, and the log-probs of a device's
         rows gather the head once (where the rows divide over the devices). If it splits tokens,
@@ -88,10 +88,15 @@ class Decoder:
         rows too long for one device. Attention is then ``"xla"``. None leaves it all to the
         compiler: right for one device, and for layouts that do not split the weights' embedding
         axis.
+      decode_placement: ``NamedSharding`` of a decode step's hidden states ``[prompts, group,
+        width]``, e.g. ``NamedSharding(mesh, P(None, None, "fsdp"))``: as the weights' embedding
+        axis lies. A token of a few rows then goes to the weights, instead of all weights to the
+        rows at every token; the cache stays with its rows. None leaves it to the compiler.
 
     Raises:
       ValueError: stacks that do not sum to the layers, an unknown remat, cache dtype or kernel, or
-        a placement that splits the width, or tokens for a kernel that reads whole rows.
+        a placement that splits the width, or tokens for a kernel that reads whole rows, or a decode
+        placement that is no sharding of three axes.
 
     >>> import jax, jax.numpy as jnp, rlhf_jax as rl
     >>> config = rl.models.DecoderConfig(
@@ -111,6 +116,7 @@ class Decoder:
     kv_dtype: Any = None
     attention: str = "xla"
     placement: Any = None
+    decode_placement: Any = None
 
     REMAT: ClassVar[tuple[str, ...]] = REMAT
 
@@ -123,6 +129,7 @@ class Decoder:
         kernels.check(self.attention, self.dtype, self.config.windows is not None)
         if self.placement is not None:
             kernels.check_placement(self.placement, self.attention)
+        check_decode_placement(self.decode_placement)
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", np.dtype(self.kv_dtype))
             if self.kv_dtype.name not in _KV_DTYPES:
@@ -311,6 +318,8 @@ class Decoder:
 
         def run(matrix: Array, hidden: Array) -> Array:
             matrix = matrix.astype(hidden.dtype)
+            if hidden.ndim == 3:
+                hidden = few_rows(self.decode_placement, hidden)
             wide: Any = dict(preferred_element_type=jnp.float32)
             return jnp.einsum("...d,vd->...v", hidden, matrix, **wide)
 
@@ -347,8 +356,9 @@ class Decoder:
         return auto_inside(self._prefill, out, tokens, params, tokens, valid.astype(bool))
 
     def _prefill(self, params: Params, tokens: Array, valid: Array) -> tuple[Array, Prefix]:
-        x = self._embed(params, tokens)
         batch, length = tokens.shape
+        pieces = Pieces.of(self.placement).whole_rows(batch)
+        x = pieces.looked_up(self._embed(params, tokens))
         mask, positions, _ = attention_inputs(batch, length, valid, None, None)
         dtype = self.dtype if self.kv_dtype is None else self.kv_dtype
 
@@ -356,7 +366,8 @@ class Decoder:
             kept = tuple(caching.stored(x.swapaxes(1, 2), dtype) for x in (k, v))
             return masked_attention(q, k, v, within(mask, positions, window)), kept
 
-        x, kept = self._run(params["layers"], x, positions, attend)
+        everything = slice(None)
+        x, kept = self._run(params["layers"], x, positions, attend, everything, pieces.by_rows)
         last = jnp.max(jnp.where(valid, jnp.arange(tokens.shape[1]), 0), axis=1)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
         prefix = Prefix(
@@ -417,8 +428,11 @@ class Decoder:
         positions = jnp.broadcast_to(cache.prefix.lengths[:, None] + step, token.shape)
         angles = rotary_angles(self.config, positions)
 
+        settle = functools.partial(few_rows, self.decode_placement)
+
         def layer(layer_params: Any, x: Array, attend: Attend) -> tuple[Array, Any]:
-            return layer_of(self.config, layer_params)(x, angles, attend)
+            x, kept = layer_of(self.config, layer_params)(settle(x), angles, attend)
+            return settle(x), kept
 
         windows = per_layer(self.config.windows, params["layers"])
         x, cache = decode_layers(layer, params["layers"], windows, x, cache, step)

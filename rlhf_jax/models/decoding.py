@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -229,6 +230,35 @@ class Reader:
         )
         found = _attend(q[..., None, :], keys, values, valid[..., None, None, :])
         return jax.tree.map(lambda x: x[..., 0, :], found)
+
+
+def check_decode_placement(placement: Any) -> None:
+    """Refuse what is no sharding of ``[prompts, group, width]``."""
+    if placement is None:
+        return
+    if not isinstance(placement, jax.NamedSharding) or not 1 <= len(placement.spec) <= 3:
+        raise ValueError(
+            f"decode_placement: got {placement!r}; give a NamedSharding of [prompts, group, "
+            'width], e.g. NamedSharding(mesh, P(None, None, "fsdp"))'
+        )
+
+
+def few_rows(placement: Any, x: Array) -> Array:
+    """Hidden states ``[P, G, D]`` of one token per row laid by a ``decode_placement``.
+
+    Rows or weights have to move where one mesh axis splits both. In a layer rows are about 20·P·G·D
+    numbers (sent and summed), the weights about 12·D²; with more rows it is left to the compiler.
+    """
+    prompts, group, width = x.shape
+    if placement is None or 2 * prompts * group > width:
+        return x
+    kinds = (jax.sharding.AxisType.Auto,) * len(placement.mesh.axis_names)
+    mesh = placement.mesh.update(axis_types=kinds)
+    rows, *others = placement.spec
+    names = rows if isinstance(rows, tuple) else (rows,) if rows else ()
+    if prompts % math.prod(mesh.shape[name] for name in names):
+        rows = None
+    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(rows, *others)))
 
 
 def decode_layers(

@@ -46,6 +46,7 @@ def generate(
     version: jax.Array | int = 0,
     prompt_buckets: Sequence[int] | None = None,
     row_buckets: Sequence[int] | None = None,
+    row_sharding: jax.NamedSharding | None = None,
 ) -> Rollout:
     """Sample ``group_size`` completions of every prompt.
 
@@ -77,6 +78,8 @@ def generate(
       prompt_buckets: widths that prompts are padded to, e.g. ``(64, 128, 256)``; None takes the
         width as it is.
       row_buckets: numbers of prompts that the batch is padded to; None takes it as it is.
+      row_sharding: where the prompts lie, by its first axis: the cache lies there too. None takes
+        it from ``tokens``; inside ``jit`` under Auto axes those do not know.
 
     Returns:
       A :class:`Rollout` of ``B = P*G`` rows and ``T = Tp + S`` columns, prompt-major.
@@ -134,7 +137,7 @@ def generate(
         jnp.asarray(version, jnp.int32),
         group_size=group_size,
         room=room,
-        row_sharding=rows_of(given.prompts[0]),
+        row_sharding=rows_of(given.prompts[0]) if row_sharding is None else row_sharding,
     )
     return buckets.cut_rows(rollout, count * group_size)
 

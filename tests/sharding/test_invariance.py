@@ -186,8 +186,11 @@ class Placed:
         self.places = sharding.tree_shardings(self.axes, model.shapes(), self.layout, self.mesh)
         self.params = jax.device_put(params_of(family), self.places)
         if placement and self.mesh.size > 1:
-            where = sharding.activation_sharding(self.layout, self.mesh)
-            model = dataclasses.replace(model, placement=where)
+            model = dataclasses.replace(
+                model,
+                placement=sharding.activation_sharding(self.layout, self.mesh),
+                decode_placement=sharding.decode_sharding(self.layout, self.mesh),
+            )
         self.model = model
 
     def rows(self, tree):
