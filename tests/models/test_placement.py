@@ -1,6 +1,7 @@
 """Where activations lie: under fsdp devices send each other weights, not their rows."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 import rlhf_jax as rl
 import sharding
 from experiments.bench import update
-from sharding import hlo
+from rlhf_jax.models.decoding import few_rows
+from sharding import hlo, plan
 
 ROWS, LENGTH, START, BLOCKS = 16, 52, 12, 5
 MODEL = rl.models.Decoder(
@@ -118,3 +120,37 @@ def test_a_temperature_for_each_row_goes_with_its_row():
     assert jnp.abs(found.log_probs - expected.log_probs).max() < 1e-5
     assert jnp.abs(found.entropy - expected.entropy).max() < 1e-5
     assert not found.log_probs[:, :START].any()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp_tensor", "hsdp"])
+def test_no_weight_goes_to_the_rows_of_a_decode_step(layout):
+    config = dataclasses.replace(MODEL.config, hidden_size=256, num_heads=8, num_kv_heads=8)
+    request = plan.Request(
+        name="tiny",
+        config=config,
+        topology="cpu:8",
+        layout=sharding.get_layout(layout),
+        sizes=plan.Sizes(rows=16, length=48, prompt=16, group=2, steps=4),
+        programs=("generate", "round"),
+    )
+    programs = plan.make(request)["programs"]
+    assert programs["generate"]["moved weights"] == programs["round"]["moved weights"] == []
+
+
+def test_many_rows_leave_a_decode_step_to_the_compiler():
+    mesh = sharding.make_mesh(sharding.get_layout("fsdp"))
+    where = jax.NamedSharding(mesh, jax.P(None, None, "fsdp"))
+
+    def laid(group):
+        place = jax.jit(functools.partial(few_rows, where))
+        return place(jnp.ones((4, group, 64))).sharding.is_equivalent_to(where, 3)
+
+    assert laid(8) and not laid(9)
+
+
+def test_what_is_no_decode_placement_is_refused():
+    mesh = sharding.make_mesh(sharding.get_layout("fsdp"))
+    for wrong in (jax.P("fsdp"), jax.NamedSharding(mesh, jax.P(None, None, None, "fsdp"))):
+        with pytest.raises(ValueError, match=r"decode_placement: got .* \[prompts, group, width\]"):
+            dataclasses.replace(MODEL, decode_placement=wrong)

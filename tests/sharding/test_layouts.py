@@ -55,6 +55,23 @@ def test_activations_lie_by_rows_and_heads(name, spec):
     assert where.is_equivalent_to(jax.NamedSharding(mesh, spec), 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("dp", jax.P("data")),
+        ("fsdp", jax.P(None, None, "fsdp")),
+        ("tensor", jax.P()),
+        ("fsdp_tensor", jax.P(None, None, "fsdp")),
+        ("hsdp", jax.P("slice", None, "fsdp")),
+        ("sequence", jax.P(None, None, ("fsdp", "sequence"))),
+    ],
+)
+def test_a_decode_steps_states_lie_as_the_weights_width(name, spec):
+    layout, mesh = _mesh(name)
+    where = sharding.decode_sharding(layout, mesh)
+    assert where.is_equivalent_to(jax.NamedSharding(mesh, spec), 3)
+
+
 def test_heads_stay_whole_where_key_heads_do():
     layout, mesh = _mesh("fsdp_tensor")
     rules = {axis: to for axis, to in layout.rules.items() if axis != "kv_heads"}
