@@ -43,6 +43,7 @@ def test_two_processes_share_data_decisions_errors_and_checkpoints(tmp_path):
         assert said["texts"] == [f"{row}ß" for row in range(16)]
         assert said["digest"] == one["digest"]
         assert said["restored"] == [1, 1, one["digest"]] and said["laid out"]
+        assert said["half readable"] == [1, True]
     assert one["restored"] == [1, 2, one["digest"]] and one["laid out"]
 
 

@@ -1,9 +1,11 @@
 """Run by test_distributed_parts.py as each of two processes: what they share, without a model."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import sys
+from unittest import mock
 
 import common
 import jax
@@ -36,6 +38,26 @@ def trees(mesh):
         "one": np.float32(0.5),
     }
     return hosts.place(tree, {"split": split, "across": across, "whole": whole, "one": whole})
+
+
+def half_readable(folder, place):
+    """The step that both restore when process 1 neither lists them nor reads its part of one."""
+    noise = np.random.default_rng(0).normal(size=(16, 4096))  # what is small lies in no data file
+    tree = {"split": hosts.place(noise.astype(np.float32), place)}
+    with checkpoint.Checkpointer(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"tree": tree})
+    if hosts.is_first():
+        for path in (folder / "2" / "tree" / "ocdbt.process_1" / "d").iterdir():
+            path.write_bytes(b"")
+    hosts.exchange("damaged")
+    listing = mock.patch("os.listdir", lambda _: [])
+    with contextlib.nullcontext() if hosts.is_first() else listing:  # as a slow network's disk
+        checkpoints = checkpoint.Checkpointer(folder)
+    with checkpoints:
+        assert checkpoints.steps() == [1, 2]
+        step, found, _ = checkpoints.restore({"tree": jax.tree.map(jnp.zeros_like, tree)})
+    return [step, checkpoint.digest(found["tree"]) == checkpoint.digest(tree)]
 
 
 def main(folder):
@@ -74,6 +96,8 @@ def main(folder):
         said["laid out"] = found["tree"]["split"].sharding.is_equivalent_to(
             tree["split"].sharding, 2
         )
+    if count == 2:
+        said["half readable"] = half_readable(folder / "half", tree["split"].sharding)
     (folder / f"said-{count}-{index}.json").write_text(json.dumps(said))
 
 
