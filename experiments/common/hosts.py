@@ -90,12 +90,14 @@ def together(function: Callable[[], Any]) -> list[Any]:
     return [one["value"] for one in found]
 
 
-def _outcome(function: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
+def _outcome(function: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:
     host = socket.gethostname()
     try:
         return {"host": host, "value": function()}, None
-    except Exception as error:  # the others must hear of it, or they wait for this process
+    except (Exception, SystemExit) as error:  # or the others wait for this process
         text = str(error) or type(error).__name__
+        if isinstance(error, SystemExit):  # a user's function called sys.exit
+            text = f"SystemExit: {error}"
         return {"host": host, "error": text}, error
 
 

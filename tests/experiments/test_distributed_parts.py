@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -172,3 +174,109 @@ def test_last_words_are_said_unless_taken_back(tmp_path):
     (back,), (gone,) = (pods.ends([pods.start("-c", program, answer)]) for answer in "yn")
     assert back[0] == 0 and back[2] == ""
     assert gone[0] == -6 and gone[2].splitlines()[-1] == "two"
+
+
+@pytest.mark.parametrize("signal", ["TERM", "KILL"])
+def test_last_words_outlive_a_signal_to_all_and_a_dead_listener_ends_no_run(signal):
+    program = (
+        "import os, signal, sys, time; from common import pod; words = pod._LastWords();"
+        "words.say('one'); time.sleep(0.5);"
+        f"words._process.send_signal(signal.SIG{signal}); time.sleep(0.5);"
+        "words.say('two'); words.take_back() if sys.argv[1] == 'y' else os.abort()"
+    )
+    (back,), (gone,) = (pods.ends([pods.start("-c", program, answer)]) for answer in "yn")
+    assert back[0] == 0 and back[2] == ""
+    assert gone[0] == -6 and ("two" in gone[2].splitlines()) == (signal != "KILL")
+
+
+class Store:
+    """The coordination service's keys and values."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
+
+
+class Ended(Exception):
+    """In place of the process's end."""
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The exit codes of this process, which goes on."""
+    codes = []
+
+    def note(code):
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr("os._exit", note)
+    return codes
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("code", [1, 2, 130])
+def test_a_process_ends_with_the_code_of_the_one_that_failed(code, ended, capsys):
+    from common import pod
+
+    store = Store()
+    words = types.SimpleNamespace(take_back=lambda: None)
+    with pytest.raises(Ended):
+        pod._end(store, 1, 2, code, "process 1 of 2 (b) failed: no such answer")
+    with pytest.raises(Ended):
+        pod._Watch(store, 0, ("a", "b"), 5, words).run()
+    assert ended == [code, code]
+    said = "error: process 1 of 2 (b) failed: no such answer; this process ends too\n"
+    assert capsys.readouterr().err == said
+    assert store.values["rlhf_jax/end/0"] == store.values["rlhf_jax/end/1"]
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("error", [SystemExit("no API key"), RuntimeError("no API key")])
+def test_whatever_ends_a_run_the_others_are_told(error, monkeypatch, capsys):
+    import common
+    from common import pod
+
+    def run(config):
+        raise error
+
+    def ctrl_c(error):
+        raise KeyboardInterrupt
+
+    told = []
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setattr(pod, "alone", lambda: False)
+    monkeypatch.setattr(pod, "await_verdict", ctrl_c)
+    monkeypatch.setattr(pod, "abandon", lambda *said: told.append(said))
+    with pytest.raises(SystemExit) as end:
+        common.main(run)
+    assert end.value.code == 1
+    assert told == [(1, f"{type(error).__name__}: no API key")]
+
+
+def test_a_process_that_owns_no_row_asks_no_reward(monkeypatch):
+    from common import hosts, passes
+
+    def reward(prompts, completions):
+        return np.stack([len(text) for text in completions])  # of nothing it raises
+
+    run = types.SimpleNamespace(
+        config=types.SimpleNamespace(group_size=1), task=types.SimpleNamespace(reward=reward)
+    )
+    prompts = types.SimpleNamespace(prompts=("a", "b"), columns=dict)
+    said = []
+
+    def together(judge):
+        said.insert(0, judge())
+        return said
+
+    monkeypatch.setattr(hosts, "together", together)
+    passes.score(run, prompts, ["x", "yy"])
+    scores = passes.score(run, prompts, [None, None])
+    assert len(said) == 2
+    assert scores.rewards.tolist() == scores.by_function["reward"].tolist() == [1, 2]
