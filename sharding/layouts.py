@@ -113,7 +113,7 @@ class Layout:
         """
         return () if axis is None else _names(self.rules.get(axis, ()))
 
-    def with_sizes(self, **sizes: int) -> Layout:
+    def with_sizes(self, /, **sizes: int) -> Layout:
         """The same layout with other mesh sizes.
 
         Args:

@@ -184,7 +184,7 @@ def test_last_words_outlive_a_signal_to_all_and_a_dead_listener_ends_no_run(sign
         f"words._process.send_signal(signal.SIG{signal}); time.sleep(0.5);"
         "words.say('two'); words.take_back() if sys.argv[1] == 'y' else os.abort()"
     )
-    (back,), (gone,) = (pods.ends([pods.start("-c", program, answer)]) for answer in "yn")
+    back, gone = pods.ends([pods.start("-c", program, answer) for answer in "yn"])
     assert back[0] == 0 and back[2] == ""
     assert gone[0] == -6 and ("two" in gone[2].splitlines()) == (signal != "KILL")
 
