@@ -50,11 +50,6 @@ class _Pod:
     watch: _Watch
     last_words: _LastWords
 
-    @property
-    def me(self) -> str:
-        """This process's name."""
-        return f"process {self.index} of {len(self.names)} ({self.names[self.index]})"
-
 
 _pod: _Pod | None = None
 _resume = ""  # how the run goes on, once there is something to go on with
@@ -99,8 +94,8 @@ def _prepare() -> None:
     if _pod is not None:
         other = f"process 0 ({_pod.names[0]})" if _pod.index else "another process"
         _pod.last_words.say(
-            f"error: {_pod.me} was ended from outside: killed, or by JAX because {other} is gone; "
-            f"look at the other logs, and start all again{_resume}"
+            f"error: {hosts.own_name()} was ended from outside: killed, or by JAX because {other} "
+            f"is gone; look at the other logs, and start all again{_resume}"
         )
 
 
@@ -125,7 +120,7 @@ def signed(line: str) -> str:
     """A line for the terminal; on a pod it says which process speaks."""
     if _pod is None:
         return line
-    return f"{line} [{_pod.me}]"
+    return f"{line} [{hosts.own_name()}]"
 
 
 def await_verdict(error: BaseException) -> None:
@@ -141,7 +136,7 @@ def abandon(code: int, line: str) -> None:
         return
     _pod.watch.stop()
     _pod.last_words.take_back()
-    _end(_pod.client, _pod.index, len(_pod.names), code, f"{_pod.me} failed: {line}")
+    _end(_pod.client, _pod.index, len(_pod.names), code, f"{hosts.own_name()} failed: {line}")
 
 
 def _asked(config: Any) -> dict[str, Any] | None:

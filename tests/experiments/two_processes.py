@@ -5,13 +5,14 @@ import dataclasses
 import json
 import pathlib
 import sys
+import types
 from unittest import mock
 
 import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import hosts, pod
+from common import hosts, pod, setup
 
 import sharding
 from rlhf_jax import checkpoint
@@ -71,9 +72,19 @@ def main(folder):
     said["first"] = hosts.first(lambda: f"from {jax.process_index()}")
     said["together"] = hosts.together(lambda: index * 10)
     said["any"] = [hosts.any_of(index == 1), hosts.any_of(False)]
-    for name, function in (("first", lambda: int("x")), ("together", lambda: 1 // (1 - index))):
+    prompts = types.SimpleNamespace(train=[{"prompt": f"prompt {index}"}], held_out=[])
+    no_prompts, model = (
+        types.SimpleNamespace(train=[], held_out=[]),
+        types.SimpleNamespace(config=0),
+    )
+    for name, function in (
+        ("first", lambda: hosts.first(lambda: int("x"))),
+        ("together", lambda: hosts.together(lambda: 1 // (1 - index))),
+        ("same", lambda: setup._check_same(prompts, layout, model, (8,))),
+        ("same width", lambda: setup._check_same(no_prompts, layout, model, (8 << index,))),
+    ):
         try:
-            getattr(hosts, name)(function)
+            function()
         except ValueError as error:
             said[f"error of {name}"] = str(error)
     owners = hosts.owners(16, layout, mesh)
