@@ -13,20 +13,16 @@ import pytest
 import rlhf_jax as rl
 import sharding
 from rlhf_jax import _digests
-from tests.experiments import pods, scripts
+from tests.experiments import pods, scripts, two_processes
 from tests.experiments.scripts import SMALL
 
 
-@pytest.mark.long
 @pytest.mark.fault(57)
 def test_two_processes_share_data_decisions_errors_and_checkpoints(tmp_path):
-    script = "tests/experiments/two_processes.py"
-    (code, _, error), *_ = pods.ends([pods.start(script, tmp_path, devices=8)])
-    assert code == 0, error
-    found = pods.ends(pods.pair(script, tmp_path))
+    two_processes.main(tmp_path)  # this one process has eight devices too
+    found = pods.ends(pods.pair("tests/experiments/two_processes.py", tmp_path), timeout=120)
     assert [code for code, *_ in found] == [0, 0], found
-    (code, _, error), *_ = pods.ends([pods.start(script, tmp_path, devices=8)])
-    assert code == 0, error
+    two_processes.main(tmp_path)
     one = json.loads((tmp_path / "said-1-0.json").read_text())
     two = [json.loads((tmp_path / f"said-2-{i}.json").read_text()) for i in range(2)]
     for index, said in enumerate(two):

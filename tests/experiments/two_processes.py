@@ -1,4 +1,4 @@
-"""Run by test_distributed_parts.py as each of two processes: what they share, without a model."""
+"""What processes share, without a model; test_distributed_parts.py runs it as one and as two."""
 
 import contextlib
 import dataclasses
@@ -73,10 +73,8 @@ def main(folder):
     said["together"] = hosts.together(lambda: index * 10)
     said["any"] = [hosts.any_of(index == 1), hosts.any_of(False)]
     prompts = types.SimpleNamespace(train=[{"prompt": f"prompt {index}"}], held_out=[])
-    no_prompts, model = (
-        types.SimpleNamespace(train=[], held_out=[]),
-        types.SimpleNamespace(config=0),
-    )
+    no_prompts = types.SimpleNamespace(train=[], held_out=[])
+    model = types.SimpleNamespace(config="the same")
     for name, function in (
         ("first", lambda: hosts.first(lambda: int("x"))),
         ("together", lambda: hosts.together(lambda: 1 // (1 - index))),
