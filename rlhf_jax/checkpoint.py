@@ -55,9 +55,21 @@ class Checkpointer:
         self._ocp = ocp
         self.directory = pathlib.Path(directory).absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep, create=True, cleanup_tmp_directories=True
+            max_to_keep=max_to_keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            single_host_load_and_broadcast=True,  # hosts may see a shared disk's folders later
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        # The manager's reading ends with a barrier, which a process that could not read never gets
+        # to; here each reads for itself, and then they vote.
+        me = jax.process_index()
+        self._reader = ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=me, active_processes={me}
+            ),
+        )
         self._unusable: set[int] = set()  # steps that restore() had to pass over
 
     def __enter__(self) -> Checkpointer:
@@ -67,8 +79,8 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """Steps on disk, oldest first."""
-        return sorted(self._manager.all_steps())
+        """Steps on disk, oldest first, as process 0 found them."""
+        return sorted(map(int, self._manager.all_steps()))
 
     def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any] | None = None) -> None:
         """Save, in the background: the arrays are copied before this returns and may be donated.
@@ -109,6 +121,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._manager.close()
+            self._reader.close()
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
@@ -183,7 +196,8 @@ class Checkpointer:
         for step in reversed(self.steps()):
             try:
                 args = self._ocp.args.Composite(meta=self._ocp.args.JsonRestore())
-                return self._manager.restore(step, args=args)["meta"]["user"]
+                found = self._reader.restore(self.directory / str(step), args=args)
+                return found["meta"]["user"]
             except Exception as error:
                 logger.warning("checkpoint step %s has no readable meta: %s", step, error)
         return {}
@@ -198,8 +212,9 @@ class Checkpointer:
         if not _digests.everywhere(found is not None) or found is None:
             raise ValueError(reason)
         record = found["meta"]
-        for name in targets:
-            for path, digest_ in _digests.of(found[name]).items():
+        digests = {name: _digests.of(found[name]) for name in targets}  # all, before any raises
+        for name, those in digests.items():
+            for path, digest_ in those.items():
                 expected = record["digests"][name][path]
                 if not isinstance(expected, str):  # a CRC-32, which knew one process only
                     raise ValueError("written by an rlhf-jax before layout-free digests")
@@ -211,8 +226,9 @@ class Checkpointer:
     def _read(self, step: int, targets: dict[str, Any]) -> dict[str, Any]:
         flat = {name: jax.tree.map(_abstract, _flatten(tree)) for name, tree in targets.items()}
         args = {name: self._ocp.args.StandardRestore(tree) for name, tree in flat.items()}
-        found = self._manager.restore(
-            step, args=self._ocp.args.Composite(**args, meta=self._ocp.args.JsonRestore())
+        found = self._reader.restore(
+            self.directory / str(step),
+            args=self._ocp.args.Composite(**args, meta=self._ocp.args.JsonRestore()),
         )
         record = found["meta"]
         for name, tree in flat.items():  # what is missing is an error of this step, not of the run

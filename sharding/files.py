@@ -77,7 +77,10 @@ def _sizes(text: str) -> dict[str, int]:
     pairs = [part.split("=") for part in text.split(",")]
     if not all(len(pair) == 2 and re.fullmatch(r"\s*-?\d+\s*", pair[1]) for pair in pairs):
         raise ValueError(f"layout: sizes {text!r} are not of the form AXIS=NUMBER,AXIS=NUMBER")
-    return {axis.strip(): int(size) for axis, size in pairs}
+    names = [axis.strip() for axis, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"layout: {twice[0]!r} is given twice in {text!r}; give one size for it")
+    return {name: int(size) for name, (_, size) in zip(names, pairs, strict=True)}
 
 
 def load_layouts(

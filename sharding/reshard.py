@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -49,7 +50,8 @@ def reshard(tree: Any, shardings: Any, *, donate: bool = False) -> tuple[Any, Mo
       shardings: a sharding for each leaf, in the structure of ``tree``, or one for all.
       donate: give the arrays of ``tree`` up: one that lies in its place already is handed on, the
         memory of the others is used or freed, and they are deleted. Without it the result shares no
-        memory with them, so that a learner may go on and donate them.
+        memory with them, so that a learner may go on and donate them. An array in several leaves
+        (tied weights) is copied for each, as without ``donate``.
 
     Returns:
       The same values laid out by ``shardings``, and the bytes as :class:`Moved`. What a device
@@ -79,13 +81,15 @@ def reshard(tree: Any, shardings: Any, *, donate: bool = False) -> tuple[Any, Mo
         _check(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, target)
     arrays = [x if isinstance(x, jax.Array) else np.asarray(x) for _, x in leaves]
     moved = _count(arrays, targets)
+    uses = collections.Counter(map(id, arrays))  # a buffer can be given up once only
     groups: dict[Any, list[int]] = {}
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        groups.setdefault(_shared_devices(x, target), []).append(i)
+        give_up = donate and uses[id(x)] == 1
+        groups.setdefault((_shared_devices(x, target), give_up), []).append(i)
     out: list[Any] = [None] * len(arrays)
-    for devices, some in groups.items():
+    for (devices, give_up), some in groups.items():
         move: Any = _put if devices is None else _jitted
-        found = move([arrays[i] for i in some], [targets[i] for i in some], donate)
+        found = move([arrays[i] for i in some], [targets[i] for i in some], give_up)
         for i, one in zip(some, found, strict=True):
             out[i] = one
     return treedef.unflatten(out), moved

@@ -242,11 +242,12 @@ def main(run: Callable[[Any], int], config_class: type = Config) -> None:
     except KeyboardInterrupt as error:
         line, code = "stopped", 130
         _show(error, pod.signed(line), debug)
-    except Exception as error:
+    except BaseException as error:  # SystemExit too, or the others wait for this process
         if pod.alone():
             raise
         traceback.print_exc()
-        pod.await_verdict(error)
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the waiting only
+            pod.await_verdict(error)
         line, code = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", 1
     if code:
         pod.abandon(code, line)

@@ -57,6 +57,9 @@ def first(function: Callable[[], Any]) -> Any:
 
     Args:
       function: gives what JSON can hold.
+
+    Raises:
+      ValueError: on the others, naming process 0; it raises what the function raised.
     """
     if jax.process_count() == 1:
         return function()
@@ -65,7 +68,7 @@ def first(function: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     if "error" in found:
-        raise ValueError(found["error"])
+        raise ValueError(f"{found['who']}: {found['error']}")
     return found["value"]
 
 
@@ -79,24 +82,22 @@ def together(function: Callable[[], Any]) -> list[Any]:
         return [function()]
     mine, error = _outcome(function)
     found = exchange(mine)
-    failed = [
-        f"process {index} of {len(found)} ({one['host']}): {one['error']}"
-        for index, one in enumerate(found)
-        if "error" in one
-    ]
+    failed = [f"{one['who']}: {one['error']}" for one in found if "error" in one]
     if failed:
         more = f" (and {len(failed) - 1} more processes)" if len(failed) > 1 else ""
         raise ValueError(failed[0] + more) from error
     return [one["value"] for one in found]
 
 
-def _outcome(function: Callable[[], Any]) -> tuple[dict[str, Any], Exception | None]:
-    host = socket.gethostname()
+def _outcome(function: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:
+    who = own_name()
     try:
-        return {"host": host, "value": function()}, None
-    except Exception as error:  # the others must hear of it, or they wait for this process
+        return {"who": who, "value": function()}, None
+    except (Exception, SystemExit) as error:  # or the others wait for this process
         text = str(error) or type(error).__name__
-        return {"host": host, "error": text}, error
+        if isinstance(error, SystemExit):  # a user's function called sys.exit
+            text = f"SystemExit: {error}"
+        return {"who": who, "error": text}, error
 
 
 def any_of(flag: bool) -> bool:

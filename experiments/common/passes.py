@@ -100,11 +100,16 @@ def completions(run: Run, rollout: rl.Rollout) -> list[str | None]:
 
 
 def score(run: Run, prompts: data.PromptBatch, texts: Sequence[str | None]) -> functions.Scores:
-    """Call the task's reward on every completion; each process on its own, for all of them."""
+    """Call the task's reward on every completion; each process on its own, for all of them.
+
+    A process without rows (where an axis that splits no rows spans processes) does not call it.
+    """
     group = run.config.group_size
     rows = [row for row, text in enumerate(texts) if text is not None]
 
     def judge() -> dict[str, Any]:
+        if not rows:
+            return {"rows": [], "rewards": [], "parts": {}}
         found = functions.score(
             run.task.reward,
             [prompts.prompts[row // group] for row in rows],
@@ -122,9 +127,10 @@ def score(run: Run, prompts: data.PromptBatch, texts: Sequence[str | None]) -> f
             out[one["rows"]] = part
         return out
 
+    names = dict.fromkeys(name for one in found for name in one["parts"])
     return functions.Scores(
         rewards=all_rows([one["rewards"] for one in found]),
-        by_function={n: all_rows([one["parts"][n] for one in found]) for n in found[0]["parts"]},
+        by_function={n: all_rows([one["parts"].get(n, []) for one in found]) for n in names},
     )
 
 

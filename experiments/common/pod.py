@@ -11,6 +11,7 @@ until the coordination service aborts them. So
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -29,10 +30,13 @@ FLAGS = ("distributed", "coordinator", "process_id", "processes", "heartbeat_tim
 """The flags of where a run is, not of what it is: they are no part of its config.json."""
 
 LOST = 75
-"""The exit code of a run that another process's end has ended: start it again, with --resume."""
+"""The exit code of a run that has lost a process: start it again, with --resume."""
 
 _ALIVE, _END = "rlhf_jax/alive/", "rlhf_jax/end/"
-_LISTENER = 'm=; while IFS= read -r l; do m=$l; done; [ -z "$m" ] || printf "%s\\n" "$m" >&2'
+_LISTENER = (  # a signal may be sent to all processes of a service or a job
+    'trap "" TERM INT HUP; m=; while IFS= read -r l; do m=$l; done; '
+    '[ -z "$m" ] || printf "%s\\n" "$m" >&2'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +49,6 @@ class _Pod:
     timeout: int
     watch: _Watch
     last_words: _LastWords
-
-    @property
-    def me(self) -> str:
-        """This process's name."""
-        return f"process {self.index} of {len(self.names)} ({self.names[self.index]})"
 
 
 _pod: _Pod | None = None
@@ -95,8 +94,8 @@ def _prepare() -> None:
     if _pod is not None:
         other = f"process 0 ({_pod.names[0]})" if _pod.index else "another process"
         _pod.last_words.say(
-            f"error: {_pod.me} was ended from outside: killed, or by JAX because {other} is gone; "
-            f"look at the other logs, and start all again{_resume}"
+            f"error: {hosts.own_name()} was ended from outside: killed, or by JAX because {other} "
+            f"is gone; look at the other logs, and start all again{_resume}"
         )
 
 
@@ -121,12 +120,13 @@ def signed(line: str) -> str:
     """A line for the terminal; on a pod it says which process speaks."""
     if _pod is None:
         return line
-    return f"{line} [{_pod.me}]"
+    return f"{line} [{hosts.own_name()}]"
 
 
 def await_verdict(error: BaseException) -> None:
     """Where a collective failed, wait for the watch to name the process that is gone and to end."""
-    if _pod is not None and "RESOURCE_EXHAUSTED" not in str(error):
+    own = isinstance(error, SystemExit) or "RESOURCE_EXHAUSTED" in str(error)
+    if _pod is not None and not own:
         time.sleep(_pod.timeout + 5)
 
 
@@ -136,7 +136,7 @@ def abandon(code: int, line: str) -> None:
         return
     _pod.watch.stop()
     _pod.last_words.take_back()
-    _end(_pod.client, _pod.index, len(_pod.names), code, f"{_pod.me} failed: {line}")
+    _end(_pod.client, _pod.index, len(_pod.names), code, f"{hosts.own_name()} failed: {line}")
 
 
 def _asked(config: Any) -> dict[str, Any] | None:
@@ -205,9 +205,13 @@ def _client() -> Any:
 
 
 def _end(client: Any, index: int, count: int, code: int, line: str) -> None:
-    """Leave a word for the others and end; process 0, who keeps the words, waits for ``count``."""
+    """Leave code and line for the others and end; process 0, who keeps them, waits for ``count``.
+
+    Without a line they are told only that this process ends.
+    """
     try:
-        client.key_value_set(f"{_END}{index}", line, allow_overwrite=True)
+        word = f"{code} {line}" if line else ""
+        client.key_value_set(f"{_END}{index}", word, allow_overwrite=True)
         until = time.monotonic() + 6
         while index == 0 and time.monotonic() < until:
             if len(client.key_value_dir_get(_END)) == count:
@@ -252,15 +256,16 @@ class _Watch(threading.Thread):
                 words = [word for _, word in self.client.key_value_dir_get(_END) if word]
                 lost = []
                 if self._index == 0 and not words:
-                    lost = self._missed(self.client.key_value_dir_get(_ALIVE))
+                    signs = self.client.key_value_dir_get(_ALIVE)
+                    lost = [f"{LOST} {line}" for line in self._missed(signs)]
             except Exception:  # the service is gone: JAX ends this process
                 continue
             if (words or lost) and not self._stopped.is_set():
                 self._last_words.take_back()
-                word = (words or lost)[0]
-                print(f"error: {word}; this process ends too", file=sys.stderr)
-                word = word if self._index == 0 else ""
-                _end(self.client, self._index, len(self._names) - len(lost), LOST, word)
+                code, _, line = (words or lost)[0].partition(" ")
+                print(f"error: {line}; this process ends too", file=sys.stderr)
+                line = line if self._index == 0 else ""
+                _end(self.client, self._index, len(self._names) - len(lost), int(code), line)
 
     def _missed(self, signs: list[tuple[str, str]]) -> list[str]:
         """Who has given no new sign for too long."""
@@ -294,12 +299,14 @@ class _LastWords:
     def say(self, line: str) -> None:
         """Replace the line."""
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # the shell was killed: the run does without it
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
 
     def take_back(self) -> None:
         """Nothing is to be said."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self.say("")
-            self._process.stdin.close()
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
             self._process.wait()

@@ -94,6 +94,9 @@ def start(config: Config, *, algorithm: str, name: str | None = None) -> Run:
     prompts = config.prompts_per_step
     _check_sizes(config, task, layout, mesh)
     model, params, tokenizer = _load(config, task)
+    buckets = _bucket(task, tokenizer)
+    _check_length(config, model, max(buckets))
+    _check_same(task, layout, model, buckets)
     shardings = sharding.tree_shardings(model.logical_axes(), params, layout, mesh)
     params = hosts.place(params, shardings)
     # A checkpoint holds what is trained; layers that the warm-up taught and RL froze are redone.
@@ -110,8 +113,6 @@ def start(config: Config, *, algorithm: str, name: str | None = None) -> Run:
     shared = jax.tree.leaves(trainable["embed"]) == [] and len(model.stacks) > 1
     held_out = list(task.held_out)
     held_out *= -(-prompts // len(held_out))  # at least one batch of them
-    buckets = _bucket(task, tokenizer)
-    _check_length(config, model, max(buckets))
     train_source, held_out_source = (
         data.PromptSource(
             rows,
@@ -245,6 +246,29 @@ def _check_length(config: Filled, model: rl.models.Decoder, prompt: int) -> None
             f"--max-new-tokens {config.max_new_tokens} after prompts of {prompt} tokens is more "
             f"than the {most} positions of the model"
         )
+
+
+def _check_same(
+    task: tasks.Task, layout: sharding.Layout, model: rl.models.Decoder, buckets: tuple[int, ...]
+) -> None:
+    """Check that all hosts read the same; other shapes would leave them waiting for each other."""
+    if jax.process_count() == 1:
+        return
+    files = [x for x in (task.train, task.held_out) if not isinstance(x, data.GeneratedRows)]
+    mine = {
+        "--prompts": " ".join(map(data.fingerprint, files)),
+        "--layout": repr(layout),
+        "--model": repr(model.config),
+        "tokenizer (width of the prompts)": repr(buckets),
+    }
+    found = hosts.exchange({"who": hosts.own_name(), **mine})
+    for other in found:
+        for name in mine:
+            if other[name] != found[0][name]:
+                raise ValueError(
+                    f"{other['who']} does not read the same {name} as process 0; bring the same "
+                    "files to all hosts"
+                )
 
 
 def _write_config(folder: Path, config: Config, algorithm: str) -> None:

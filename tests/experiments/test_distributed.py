@@ -30,6 +30,8 @@ def graded(prompts, completions, answer):
         what = os.environ["RLHF_TEST_DO"]
         if what == "raise":
             raise KeyError("no such answer")
+        if what == "exit":
+            sys.exit("no such answer")
         os.kill(os.getpid(), getattr(signal, what))
     return positions(prompts, completions, answer)
 """
@@ -140,12 +142,14 @@ def test_when_one_process_is_killed_the_other_says_so_and_ends(who, flags, one, 
 
 @pytest.mark.slow
 @pytest.mark.fault(22)
-def test_a_reward_that_fails_on_one_host_is_named_and_ends_all(flags, tmp_path):
-    found, seconds = killed(flags, tmp_path / "run", who=1, at=3, what="raise")
+@pytest.mark.parametrize("what", ["raise", "exit"])
+def test_a_reward_that_fails_on_one_host_is_named_and_ends_all(what, flags, tmp_path):
+    found, seconds = killed(flags, tmp_path / "run", who=1, at=3, what=what)
     assert [code for code, *_ in found] == [2, 2] and seconds < 30
     for _, _, error in found:
         (line,) = pods.errors(error)
-        assert "process 1 of 2" in line and "graded" in line and "no such answer" in line
+        assert "process 1 of 2" in line and "no such answer" in line
+        assert ("graded" if what == "raise" else "SystemExit") in line
         assert "Traceback" not in error
 
 

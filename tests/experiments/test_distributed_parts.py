@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +13,16 @@ import pytest
 import rlhf_jax as rl
 import sharding
 from rlhf_jax import _digests
-from tests.experiments import pods, scripts
+from tests.experiments import pods, scripts, two_processes
 from tests.experiments.scripts import SMALL
 
 
-@pytest.mark.long
 @pytest.mark.fault(57)
 def test_two_processes_share_data_decisions_errors_and_checkpoints(tmp_path):
-    script = "tests/experiments/two_processes.py"
-    (code, _, error), *_ = pods.ends([pods.start(script, tmp_path, devices=8)])
-    assert code == 0, error
-    found = pods.ends(pods.pair(script, tmp_path))
+    two_processes.main(tmp_path)  # this one process has eight devices too
+    found = pods.ends(pods.pair("tests/experiments/two_processes.py", tmp_path), timeout=120)
     assert [code for code, *_ in found] == [0, 0], found
-    (code, _, error), *_ = pods.ends([pods.start(script, tmp_path, devices=8)])
-    assert code == 0, error
+    two_processes.main(tmp_path)
     one = json.loads((tmp_path / "said-1-0.json").read_text())
     two = [json.loads((tmp_path / f"said-2-{i}.json").read_text()) for i in range(2)]
     for index, said in enumerate(two):
@@ -33,9 +31,14 @@ def test_two_processes_share_data_decisions_errors_and_checkpoints(tmp_path):
         assert np.isnan(said["exchanged"][1]["nan"]) and said["exchanged"][1]["long"] == "ä" * 999
         assert said["first"] == "from 0" and said["together"] == [0, 10]
         assert said["any"] == [True, False]
-        assert said["error of first"].startswith("invalid literal for int()")
+        error = said["error of first"]
+        assert index == 0 or error.startswith("process 0 of 2 (")
+        assert error.endswith("invalid literal for int() with base 10: 'x'")
         assert said["error of together"].startswith("process 1 of 2 (")
         assert "by zero" in said["error of together"]
+        for what, flag in (("same", "--prompts"), ("same width", "width of the prompts")):
+            error = said[f"error of {what}"]
+            assert error.startswith("process 1 of 2 (") and flag in error and "process 0" in error
         assert said["owners"] == [0] * 8 + [1] * 8
         assert said["whole"] == (np.arange(16, dtype=np.float32) * 3 / 7).tolist()
         assert said["mine"] and said["not mine"] == 0.0
@@ -43,13 +46,14 @@ def test_two_processes_share_data_decisions_errors_and_checkpoints(tmp_path):
         assert said["texts"] == [f"{row}ß" for row in range(16)]
         assert said["digest"] == one["digest"]
         assert said["restored"] == [1, 1, one["digest"]] and said["laid out"]
+        assert said["half readable"] == [1, True]
     assert one["restored"] == [1, 2, one["digest"]] and one["laid out"]
 
 
 def test_digests_do_not_depend_on_the_layout():
     mesh = sharding.make_mesh(sharding.get_layout("fsdp"))
     rng = np.random.default_rng(0)
-    for dtype in (np.float32, jnp.bfloat16, np.int8, bool, np.float64):
+    for dtype in (np.float32, jnp.bfloat16, np.int8, bool):
         for shape in ((), (0, 3), (8,), (16, 3), (2, 8, 24), (3, 70_000)):
             x = np.asarray(rng.normal(size=shape) * 50).astype(dtype)
             plain = _digests.of({"x": x})["x"]
@@ -61,8 +65,6 @@ def test_digests_do_not_depend_on_the_layout():
                     if n and n % 8 == 0
                 ),
             ]
-            if dtype == np.float64:  # no such array on a device
-                continue
             for spec in specs:
                 spread = jax.device_put(x, jax.NamedSharding(mesh, spec))
                 assert _digests.of({"x": spread})["x"] == plain, (dtype, shape, spec)
@@ -171,3 +173,105 @@ def test_last_words_are_said_unless_taken_back(tmp_path):
     (back,), (gone,) = (pods.ends([pods.start("-c", program, answer)]) for answer in "yn")
     assert back[0] == 0 and back[2] == ""
     assert gone[0] == -6 and gone[2].splitlines()[-1] == "two"
+
+
+@pytest.mark.parametrize("signal", ["TERM", "KILL"])
+def test_last_words_outlive_a_signal_to_all_and_a_dead_listener_ends_no_run(signal):
+    program = (
+        "import os, signal, sys, time; from common import pod; words = pod._LastWords();"
+        "words.say('one'); time.sleep(0.5);"
+        f"words._process.send_signal(signal.SIG{signal}); time.sleep(0.5);"
+        "words.say('two'); words.take_back() if sys.argv[1] == 'y' else os.abort()"
+    )
+    back, gone = pods.ends([pods.start("-c", program, answer) for answer in "yn"])
+    assert back[0] == 0 and back[2] == ""
+    assert gone[0] == -6 and ("two" in gone[2].splitlines()) == (signal != "KILL")
+
+
+class Store:
+    """The coordination service's keys and values."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The exit codes of this process, which goes on."""
+    codes = []
+
+    def note(code):
+        codes.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr("os._exit", note)
+    return codes
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("code", [1, 2, 130])
+def test_a_process_ends_with_the_code_of_the_one_that_failed(code, ended, capsys):
+    from common import pod
+
+    store = Store()
+    words = types.SimpleNamespace(take_back=lambda: None)
+    with pytest.raises(SystemExit):
+        pod._end(store, 1, 2, code, "process 1 of 2 (b) failed: no such answer")
+    with pytest.raises(SystemExit):
+        pod._Watch(store, 0, ("a", "b"), 5, words).run()
+    assert ended == [code, code]
+    said = "error: process 1 of 2 (b) failed: no such answer; this process ends too\n"
+    assert capsys.readouterr().err == said
+    assert store.values["rlhf_jax/end/0"] == store.values["rlhf_jax/end/1"]
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("error", [SystemExit("no API key"), RuntimeError("no API key")])
+def test_whatever_ends_a_run_the_others_are_told(error, monkeypatch, capsys):
+    import common
+    from common import pod
+
+    def run(config):
+        raise error
+
+    def ctrl_c(error):
+        raise KeyboardInterrupt
+
+    told = []
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setattr(pod, "alone", lambda: False)
+    monkeypatch.setattr(pod, "await_verdict", ctrl_c)
+    monkeypatch.setattr(pod, "abandon", lambda *said: told.append(said))
+    with pytest.raises(SystemExit) as end:
+        common.main(run)
+    assert end.value.code == 1
+    assert told == [(1, f"{type(error).__name__}: no API key")]
+
+
+def test_a_process_that_owns_no_row_asks_no_reward(monkeypatch):
+    from common import hosts, passes
+
+    def reward(prompts, completions):
+        return np.stack([len(text) for text in completions])  # of nothing it raises
+
+    run = types.SimpleNamespace(
+        config=types.SimpleNamespace(group_size=1), task=types.SimpleNamespace(reward=reward)
+    )
+    prompts = types.SimpleNamespace(prompts=("a", "b"), columns=dict)
+    said = []
+
+    def together(judge):
+        said.insert(0, judge())
+        return said
+
+    monkeypatch.setattr(hosts, "together", together)
+    passes.score(run, prompts, ["x", "yy"])
+    scores = passes.score(run, prompts, [None, None])
+    assert len(said) == 2
+    assert scores.rewards.tolist() == scores.by_function["reward"].tolist() == [1, 2]

@@ -1,15 +1,18 @@
-"""Run by test_distributed_parts.py as each of two processes: what they share, without a model."""
+"""What processes share, without a model; test_distributed_parts.py runs it as one and as two."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import sys
+import types
+from unittest import mock
 
 import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import hosts, pod
+from common import hosts, pod, setup
 
 import sharding
 from rlhf_jax import checkpoint
@@ -38,6 +41,26 @@ def trees(mesh):
     return hosts.place(tree, {"split": split, "across": across, "whole": whole, "one": whole})
 
 
+def half_readable(folder, place):
+    """The step that both restore when process 1 neither lists them nor reads its part of one."""
+    noise = np.random.default_rng(0).normal(size=(16, 4096))  # what is small lies in no data file
+    tree = {"split": hosts.place(noise.astype(np.float32), place)}
+    with checkpoint.Checkpointer(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"tree": tree})
+    if hosts.is_first():
+        for path in (folder / "2" / "tree" / "ocdbt.process_1" / "d").iterdir():
+            path.write_bytes(b"")
+    hosts.exchange("damaged")
+    listing = mock.patch("os.listdir", lambda _: [])
+    with contextlib.nullcontext() if hosts.is_first() else listing:  # as a slow network's disk
+        checkpoints = checkpoint.Checkpointer(folder)
+    with checkpoints:
+        assert checkpoints.steps() == [1, 2]
+        step, found, _ = checkpoints.restore({"tree": jax.tree.map(jnp.zeros_like, tree)})
+    return [step, checkpoint.digest(found["tree"]) == checkpoint.digest(tree)]
+
+
 def main(folder):
     index, count = jax.process_index(), jax.process_count()
     layout = sharding.get_layout("fsdp")
@@ -49,9 +72,17 @@ def main(folder):
     said["first"] = hosts.first(lambda: f"from {jax.process_index()}")
     said["together"] = hosts.together(lambda: index * 10)
     said["any"] = [hosts.any_of(index == 1), hosts.any_of(False)]
-    for name, function in (("first", lambda: int("x")), ("together", lambda: 1 // (1 - index))):
+    prompts = types.SimpleNamespace(train=[{"prompt": f"prompt {index}"}], held_out=[])
+    no_prompts = types.SimpleNamespace(train=[], held_out=[])
+    model = types.SimpleNamespace(config="the same")
+    for name, function in (
+        ("first", lambda: hosts.first(lambda: int("x"))),
+        ("together", lambda: hosts.together(lambda: 1 // (1 - index))),
+        ("same", lambda: setup._check_same(prompts, layout, model, (8,))),
+        ("same width", lambda: setup._check_same(no_prompts, layout, model, (8 << index,))),
+    ):
         try:
-            getattr(hosts, name)(function)
+            function()
         except ValueError as error:
             said[f"error of {name}"] = str(error)
     owners = hosts.owners(16, layout, mesh)
@@ -74,6 +105,8 @@ def main(folder):
         said["laid out"] = found["tree"]["split"].sharding.is_equivalent_to(
             tree["split"].sharding, 2
         )
+    if count == 2:
+        said["half readable"] = half_readable(folder / "half", tree["split"].sharding)
     (folder / f"said-{count}-{index}.json").write_text(json.dumps(said))
 
 

@@ -124,6 +124,8 @@ def test_a_file_that_is_not_there(tmp_path):
         ("fsdp_tensor:tensor=two", "sizes 'tensor=two' are not of the form"),
         ("fsdp_tensor:tensor=0", "'tensor' has size 0"),
         ("fsdp_tensor:tensor=2,", "are not of the form"),
+        ("fsdp_tensor:tensor=2, tensor=4", "'tensor' is given twice in 'tensor=2, tensor=4'"),
+        ("fsdp:self=4", "'fsdp' has no mesh axis 'self'"),
         ("fsdp_tensor:tensor", "unknown name 'fsdp_tensor:tensor'"),
         (":tensor=2", "unknown name ':tensor=2'|unknown name ''"),
     ],

@@ -117,6 +117,19 @@ def test_memory_is_used_again_where_it_is_as_large():
     assert buffers(found["w"]) & before
 
 
+@pytest.mark.parametrize("target", ["fsdp", "tensor", "single"])
+def test_an_array_in_two_leaves_is_not_given_up(target):
+    """Tied weights: their buffer can be donated once only, and either leaf may still need it."""
+    tied, other = jax.device_put((tree()["w"], tree()["w"] + 1), places("fsdp")["w"])
+    there = places(target)["w"]
+    found, _ = sharding.reshard({"a": tied, "b": tied, "c": other}, there, donate=True)
+    np.testing.assert_array_equal(found["a"], tied)
+    np.testing.assert_array_equal(found["b"], tied)
+    np.testing.assert_array_equal(found["c"], tied + 1)
+    assert not buffers(found["a"]) & buffers(tied)
+    assert other.is_deleted() or target == "fsdp"
+
+
 def test_other_devices_and_another_order():
     w = tree()["w"]
     here = places("fsdp")["w"]
