@@ -24,7 +24,7 @@ from sharding._benchmark_report import write_json
 from sharding._plan_targets import devices_of, known_of
 from sharding.hardware import Chip
 
-__all__ = ["HOST_TRAFFIC", "PROGRAMS", "Request", "make", "settled"]
+__all__ = ["HOST_TRAFFIC", "PROGRAMS", "Request", "make", "placed_train"]
 
 PROGRAMS = ("train", "prefill", "generate", "round")
 HOST_TRAFFIC = "With remat offload: what moves to the host's memory and back is in no clock."
@@ -101,9 +101,13 @@ def settled(request: Request, devices: Sequence[Any]) -> sharding.Layout:
     return sharding.fitted(request.layout, request.config, mesh)
 
 
-def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[str, Any]:
-    """The update: its figures, what it holds, how near its exchanges come to the least."""
-    placed = programs.place_train(
+def placed_train(request: Request, devices: Sequence[Any]) -> programs.Placed:
+    """The update's shapes with their shardings.
+
+    Raises:
+      ValueError: what does not divide over the layout's axes, or a kernel that cannot.
+    """
+    return programs.place_train(
         request.config,
         settled(request, devices),
         devices,
@@ -111,6 +115,11 @@ def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[
         request.remat,
         request.kernel(),
     )
+
+
+def _train(request: Request, devices: Sequence[Any], chip: Chip | None) -> dict[str, Any]:
+    """The update: its figures, what it holds, how near its exchanges come to the least."""
+    placed = placed_train(request, devices)
     params, state = (programs.on_a_device(tree) for tree in (placed.state.params, placed.state))
     held = {"parameters": params, "optimizer": state - params, "cache": 0}
     out: dict[str, Any] = {"held": held, "mesh": sharding.describe(placed.mesh), "state": state}

@@ -17,7 +17,7 @@ from typing import Any
 import sharding
 from sharding import _plan_measure as measure
 from sharding import _plan_programs as programs
-from sharding._plan_make import HOST_TRAFFIC, Request, make, settled
+from sharding._plan_make import HOST_TRAFFIC, Request, make, placed_train
 from sharding._plan_report import markdown, sized
 from sharding._plan_targets import devices_of, known_of
 from sharding.hardware import Chip
@@ -101,14 +101,7 @@ def _candidate(request: Request, devices: Sequence[Any], chip: Chip) -> Candidat
     Raises:
       ValueError: it cannot work.
     """
-    placed = programs.place_train(
-        request.config,
-        settled(request, devices),
-        devices,
-        request.sizes,
-        request.remat,
-        request.kernel(),
-    )
+    placed = placed_train(request, devices)
     state = programs.on_a_device(placed.state)
     least = state + _kept(request, dict(placed.mesh.shape))
     if least > chip.granted:

@@ -318,7 +318,7 @@ class Decoder:
 
         def run(matrix: Array, hidden: Array) -> Array:
             matrix = matrix.astype(hidden.dtype)
-            if hidden.ndim == 3:
+            if hidden.ndim == 3:  # a decode step's rows, which go to the head's weights too
                 hidden = few_rows(self.decode_placement, hidden)
             wide: Any = dict(preferred_element_type=jnp.float32)
             return jnp.einsum("...d,vd->...v", hidden, matrix, **wide)
