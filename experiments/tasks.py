@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -216,6 +217,9 @@ SORT_CONFIG = {
 def sort_tokenizer() -> Any:
     """A tokenizer of 14 characters in Hugging Face form: saved and loaded like any other."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    # Without torch transformers advises to install it, which tokenizers have no use for.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate(_VOCABULARY)}

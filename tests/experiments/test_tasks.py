@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import numpy as np
@@ -76,6 +77,14 @@ def test_sort_prompts_fit_their_bucket():
     assert len(answer) + 1 == task.defaults.max_new_tokens
     eos = tokenizer.eos_token_id
     assert tokenizer.decode([*answer, eos], skip_special_tokens=True) == rows[0]["answer"]
+
+
+def test_sort_tokenizer_is_made_in_silence_even_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import tasks; tasks.sort_tokenizer()"
+    made = subprocess.run(
+        [sys.executable, "-c", code], cwd=tasks.HERE, capture_output=True, text=True, check=True
+    )
+    assert made.stdout == made.stderr == ""
 
 
 def test_sort_tokenizer_survives_a_folder(tmp_path):
