@@ -26,14 +26,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 import sharding
-from sharding import _benchmark_report as report
-from sharding._benchmark_placement import DisagreementError
+from sharding._command import Parser, check_files, write_json
+from sharding.benchmarking import report
+from sharding.benchmarking.placement import DisagreementError
 
 __all__ = ["main"]
 
@@ -41,14 +42,9 @@ _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _MEMORY = "RESOURCE_EXHAUSTED"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
     text = (__doc__ or "").split("\n\n")
-    parser = _Parser(
+    parser = Parser(
         prog="python -m sharding.benchmark",
         description=text[0],
         epilog="\n\n".join(text[1:]),
@@ -118,7 +114,7 @@ def _model(args: argparse.Namespace) -> tuple[str, Any]:
 
 def _place_all(args: argparse.Namespace, model: Any) -> tuple[list[Any], dict[str, str]]:
     """The layouts that can take model and rows, and why the others cannot."""
-    from sharding import _benchmark_programs as programs
+    from sharding.benchmarking import programs
 
     sizes = programs.Sizes(
         rows=args.rows,
@@ -148,7 +144,7 @@ def _compile_and_run_once(
     placed: Sequence[Any], skipped: dict[str, str], seed: int
 ) -> list[tuple[Any, Any]]:
     """Programs and outcome of every layout that fits into the devices' memory."""
-    from sharding import _benchmark_programs as programs
+    from sharding.benchmarking import programs
 
     ready = []
     for one in placed:
@@ -227,11 +223,7 @@ def _say(text: str) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    if args.plot:
-        report.require_matplotlib()
-    for path in (args.json, args.plot):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {str(path.parent)!r}; make it first")
+    check_files(json=args.json, plot=args.plot)
     if args.devices is not None:
         _host_devices(args.devices)
     name, model = _model(args)
@@ -264,7 +256,7 @@ def _run(args: argparse.Namespace) -> None:
     if jax.process_index() == 0:
         _print(record)
         if args.json:
-            report.write_json(args.json, record)
+            write_json(args.json, record)
         if args.plot:
             report.plot(args.plot, record)
 

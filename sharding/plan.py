@@ -24,12 +24,11 @@ from typing import Any
 
 import rlhf_jax as rl
 import sharding
-from sharding import _plan_report, _plan_search
-from sharding._benchmark_report import write_json
-from sharding._plan_make import PROGRAMS, Request, make
-from sharding._plan_programs import Sizes, grpo_loss_fn, step_shapes
-from sharding._plan_targets import MODELS, devices_of, known_of, model_of
-from sharding.benchmark import _Parser
+from sharding._command import Parser, check_files, write_json
+from sharding.planner import report, search
+from sharding.planner.make import PROGRAMS, Request, make
+from sharding.planner.programs import Sizes, grpo_loss_fn, step_shapes
+from sharding.planner.targets import MODELS, devices_of, known_of, model_of
 
 __all__ = [
     "MODELS",
@@ -54,7 +53,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m sharding.plan", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m sharding.plan", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     built_in = ", ".join(MODELS)
     add("--model", default="llama3-8b", help=f"config.json, its folder, or one of {built_in}")
@@ -72,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--search", action="store_true", help="rank layouts × micro-batches × remat")
     add("--compile", type=int, default=8, help="of the search: how many to compile")
     add("--minutes", type=float, default=25, help="of the search: begin no program after so long")
-    add("--try-micro-batches", type=_numbers, default=_plan_search.MICRO)
-    add("--try-remat", type=_names, default=_plan_search.REMAT)
+    add("--try-micro-batches", type=_numbers, default=search.MICRO)
+    add("--try-remat", type=_names, default=search.REMAT)
     for field in dataclasses.fields(Sizes):
         add(f"--{field.name.replace('_', '-')}", type=int, help=f"{field.default} by default")
     return parser
@@ -99,13 +98,9 @@ def _check(args: argparse.Namespace) -> None:
             if getattr(args, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag}: --search chooses that itself; leave one of them out")
-    for name in ("json", "plot"):
-        if (path := getattr(args, name)) is not None and path.is_dir():
-            raise ValueError(f"--{name}: {path} is a folder; name a file")
     if args.cache is not None and args.cache.exists() and not args.cache.is_dir():
         raise ValueError(f"--cache: {args.cache} is no folder")
-    if args.plot:
-        _plan_report.canvas(args.plot)
+    check_files(json=args.json, plot=args.plot)
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -130,7 +125,7 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _searched(args: argparse.Namespace) -> dict[str, Any]:
-    return _plan_search.ranked(
+    return search.ranked(
         _request(args),
         cache=args.cache,
         most=args.compile,
@@ -145,17 +140,16 @@ def _run(args: argparse.Namespace) -> None:
     _check(args)
     if args.search:
         found = _searched(args)
-        told = _plan_search.table(found)
+        told = search.table(found)
         plans = [one["plan"] for one in found["ranked"][:1]]
     else:
         found = make(_request(args), args.cache)
-        told, plans = _plan_report.text(found), [found]
+        told, plans = report.text(found), [found]
     print(told, flush=True)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.json, found)
     for best in plans if args.plot else ():
-        _plan_report.draw(best, args.plot)
+        report.draw(best, args.plot)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

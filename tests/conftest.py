@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 _FLAG = "--xla_force_host_platform_device_count=8"
 if "jax" in sys.modules:  # pytest loads this file first, unless a plugin was quicker
@@ -43,3 +44,23 @@ def _forget_compiled_functions():
     """Hold the memory of one module's programs at a time, not those of the whole suite."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _forget_before_memory_maps_run_out():
+    """Drop programs long before the kernel's limit of 65,530 memory maps, where XLA crashes.
+
+    A program for eight host devices takes hundreds, so a module of many such tests gets there.
+    """
+    yield
+    if _memory_maps() > 25_000:
+        jax.clear_caches()
+
+
+def _memory_maps() -> int:
+    """Memory maps of this process; 0 where the kernel does not list them."""
+    try:
+        with Path("/proc/self/maps").open("rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0

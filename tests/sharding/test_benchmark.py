@@ -16,9 +16,8 @@ import pytest
 
 import rlhf_jax as rl
 import sharding
-from sharding import _benchmark_programs as programs
-from sharding import _benchmark_report as report
 from sharding import benchmark
+from sharding.benchmarking import programs, report
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = programs.Sizes(rows=8, prompt=5, length=6, group_size=2)
@@ -256,7 +255,8 @@ def test_a_layout_too_large_for_the_devices_is_left_out(fakes, capsys):
         (["--model", "no/such/folder/here"], "model: no folder 'no/such/folder/here'"),
         (["--model", "DAMAGED"], "is not valid JSON"),
         (["--remat", "some"], "remat: got 'some'; choose one of"),
-        (["--json", "no/such/out.json"], "there is no folder 'no/such'; make it first"),
+        (["--json", "."], "--json: . is a folder; name a file"),
+        (["--plot", "x.xyz"], "--plot: x.xyz has none of the known endings: "),
         (["--devices", "3"], "JAX has started with 8 devices already"),
         (["--devices", "0"], "--devices: expected an int ≥ 1"),
     ],
@@ -288,7 +288,8 @@ def test_whole_heads_take_a_layout_that_they_do_not_divide(model_file, fakes, ca
 def test_without_matplotlib_nothing_is_measured(fakes, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert benchmark.main([*THREE, "--plot", str(tmp_path / "x.png")]) == 2
-    assert "--plot needs matplotlib: pip install 'rlhf-jax[experiments]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "matplotlib is not installed; pip install 'rlhf-jax[experiments]'" in said
     assert not Fake.took
 
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sharding import _plan_costs, _plan_groups, _plan_measure, hlo
+from sharding import hlo
+from sharding.planner import measure
 
 TEXT = """HloModule made_up, is_scheduled=true
 
@@ -121,7 +122,7 @@ ENTRY %main (p: f32[64,16]) -> f32[3,8] {
 
 
 def test_logits_are_told_from_weights():
-    found = _plan_measure.vocabulary_arrays(hlo.parse(LOGITS), 64, {16, 32, 8}, 2)
+    found = measure.vocabulary_arrays(hlo.parse(LOGITS), 64, {16, 32, 8}, 2)
     assert found == [7 * 32, 5 * 64]
 
 
@@ -228,7 +229,7 @@ def test_a_collective_that_is_cut_up_counts_once_and_nothing_is_lost_behind_a_ke
 
 
 def test_of_a_collective_beside_a_product_the_product_counts_and_unknown_kernels_are_named():
-    cost = _plan_costs.count(hlo.parse(HIDDEN))
+    cost = hlo.costs.count(hlo.parse(HIDDEN))
     assert cost.flops == 2 * 8 * 8 * 16
     assert cost.unknown == (("tpu_custom_call", 1),)
 
@@ -308,12 +309,12 @@ def test_sums_that_stand_for_gathers_and_scatters_are_told_from_sums():
     ],
 )
 def test_every_spelling_of_groups(text, groups):
-    assert _plan_groups.groups_of(text, 8) == groups
+    assert hlo.groups.groups_of(text, 8) == groups
 
 
 def test_an_unknown_spelling_is_an_error():
     with pytest.raises(ValueError, match="unknown spelling"):
-        _plan_groups.groups_of("<<0,1>>", 2)
+        hlo.groups.groups_of("<<0,1>>", 2)
 
 
 def mesh_of(*sizes, names=("a", "b")):
@@ -338,7 +339,7 @@ def test_collectives_of_a_real_program_by_hand():
     text = jax.jit(run).lower(jnp.ones((16, 8))).compile().as_text()
     module, size = hlo.parse(text), 16 * 8 * 4
     found = {
-        (one.kind, _plan_groups.axes_of(one.groups, mesh.shape)): (one.times, one.bytes, one.wire)
+        (one.kind, hlo.groups.axes_of(one.groups, mesh.shape)): (one.times, one.bytes, one.wire)
         for one in hlo.transfers(module, module.entry)
     }
     assert found == {
@@ -355,7 +356,7 @@ def test_collectives_of_a_real_program_by_hand():
 def cost_of(function, *shapes, **options):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     module = hlo.parse(jax.jit(function).lower(*args).compile().as_text())
-    return _plan_costs.count(module, **options)
+    return hlo.costs.count(module, **options)
 
 
 def test_a_product_in_a_scan_counts_as_often_as_it_runs():
@@ -426,7 +427,7 @@ def test_convolutions(left, right, out, window, labels, flops):
         strict=True,
     ):
         text = text.replace(name, value)
-    assert _plan_costs.count(hlo.parse(text)).flops == flops
+    assert hlo.costs.count(hlo.parse(text)).flops == flops
 
 
 @pytest.mark.parametrize(("name", "products"), [("fwd_segmented", 2), ("dkv_no", 4), ("dq_no", 3)])
@@ -443,7 +444,7 @@ custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
 }}}}
 }}
 """.replace("\\\n", "")
-    cost = _plan_costs.count(hlo.parse(text))
+    cost = hlo.costs.count(hlo.parse(text))
     # of 2 × 2 blocks of 512 the one above the diagonal is left out
     assert cost.flops == cost.kernels == products * 2 * 16 * 3 * 512**2 * 128
     assert cost.unknown == ()
@@ -458,7 +459,7 @@ ENTRY %main (x: f32[64,64]) -> f32[64,64] {
   ROOT %z = f32[64,64]{1,0:T(8,128)} negate(%y)
 }
 """
-    assert _plan_costs.count(hlo.parse(text)).bytes == 2 * 64 * 64 * 4
+    assert hlo.costs.count(hlo.parse(text)).bytes == 2 * 64 * 64 * 4
 
 
 QUARTERS = """HloModule quarters
@@ -477,7 +478,7 @@ s32[]{:S(2)}) slice-start(%x), slice={[512:1024], [0:2048]}
 
 def test_an_asynchronous_slice_reads_its_piece_and_writes_only_to_memory():
     piece = 512 * 2048 * 2
-    assert _plan_costs.count(hlo.parse(QUARTERS)).bytes == piece + 2 * piece
+    assert hlo.costs.count(hlo.parse(QUARTERS)).bytes == piece + 2 * piece
 
 
 @pytest.mark.parametrize(("to", "of"), [("S(1)", ""), ("", "S(1)"), ("", "")])
@@ -491,7 +492,7 @@ u32[]{{:S(2)}}) copy-start(%x)
   ROOT %copy-done = f32[1,1024]{{1,0:T(1,128){to}}} copy-done(%copy-start)
 }}
 """
-    assert _plan_costs.count(hlo.parse(text)).bytes == (2 - (to + of).count("S")) * 1024 * 4
+    assert hlo.costs.count(hlo.parse(text)).bytes == (2 - (to + of).count("S")) * 1024 * 4
 
 
 COMBINED = """HloModule combined, num_partitions=4
@@ -527,4 +528,4 @@ def test_a_combined_asynchronous_collective_counts_all_its_results(started, rest
     module = hlo.parse(COMBINED.replace("STARTED", started).replace("REST", rest))
     (found,) = hlo.transfers(module, module.entry)
     assert found.bytes == result * 4096 and found.wire == wire * 4096
-    assert _plan_costs.count(module).bytes == (2 + result + 2) * 4096
+    assert hlo.costs.count(module).bytes == (2 + result + 2) * 4096

@@ -20,7 +20,7 @@ import pytest
 import rlhf_jax as rl
 import sharding
 from experiments.bench import parity
-from sharding._benchmark_placement import misplaced, whole
+from sharding.benchmarking.placement import misplaced, whole
 
 PROMPTS, GROUP, WIDTH, NEW = 8, 2, 6, 10
 STOP = (3, 11, 40)

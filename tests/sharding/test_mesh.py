@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sharding
-from sharding import _plan_targets
+from sharding.planner import targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def tpu(monkeypatch):
     def devices(name, **options):
         from jax.experimental import topologies
 
-        _plan_targets.devices_of("v5e:2x2")  # sets what libtpu asks for
+        targets.devices_of("v5e:2x2")  # sets what libtpu asks for
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)
 
     return devices

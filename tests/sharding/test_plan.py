@@ -11,17 +11,7 @@ import pytest
 
 import rlhf_jax as rl
 import sharding
-from sharding import (
-    _plan_costs,
-    _plan_make,
-    _plan_measure,
-    _plan_programs,
-    _plan_report,
-    _plan_search,
-    hardware,
-    hlo,
-    plan,
-)
+from sharding import hardware, hlo, plan, planner
 
 CONFIG = rl.models.DecoderConfig(
     vocab_size=1040,
@@ -110,14 +100,14 @@ def test_a_step_is_planned_as_it_must_be(trained):
 @pytest.mark.long
 def test_tables_files_and_the_picture(trained, tmp_path, monkeypatch):
     made, folder = trained
-    text = _plan_report.text(made)
+    text = planner.report.text(made)
     assert "fsdp=4, tensor=2 (8 × cpu)" in text
     assert "| train step: all-gather | fsdp |" in text
     assert "Host devices: their memory, bandwidth and links are not known" in text
-    _plan_report.draw(made, tmp_path / "new" / "plan.png")
-    assert (tmp_path / "new" / "plan.png").stat().st_size > 1000
+    planner.report.draw(made, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 1000
     # what is kept is not compiled again
-    monkeypatch.setattr(_plan_programs, "compile_train", None)
+    monkeypatch.setattr(planner.programs, "compile_train", None)
     assert plan.make(REQUEST, folder) == json.loads(json.dumps(made))
     other = dataclasses.replace(REQUEST, remat="none")
     assert other.key() != REQUEST.key()
@@ -231,7 +221,7 @@ def test_a_search_on_host_devices_says_what_is_missing(capsys, model):
 
 def test_a_file_that_cannot_be_written_is_one_line(capsys, model, monkeypatch):
     monkeypatch.setattr(plan, "make", lambda *_: {})
-    monkeypatch.setattr(_plan_report, "text", str)
+    monkeypatch.setattr(planner.report, "text", str)
     code, _, err = run(capsys, "--model", model, "--json", model / "config.json" / "plan.json")
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
 
@@ -241,8 +231,8 @@ def test_figures_are_written_before_the_picture(capsys, model, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(plan, "make", lambda *_: {"figures": 1})
-    monkeypatch.setattr(_plan_report, "text", str)
-    monkeypatch.setattr(_plan_report, "draw", fails)
+    monkeypatch.setattr(planner.report, "text", str)
+    monkeypatch.setattr(planner.report, "draw", fails)
     files = ("--json", model / "new" / "plan.json", "--plot", model / "plan.png")
     code, _, err = run(capsys, "--model", model, *files)
     assert (code, err) == (2, "error: no space left\n")
@@ -253,7 +243,7 @@ def refused(monkeypatch, reason):
     def fails(*_):
         raise jax.errors.JaxRuntimeError(reason)
 
-    monkeypatch.setattr(_plan_programs, "compile_train", fails)
+    monkeypatch.setattr(planner.programs, "compile_train", fails)
 
 
 def test_a_result_that_was_broken_off_is_made_again(tmp_path, monkeypatch):
@@ -288,7 +278,7 @@ def test_without_libtpu_it_says_so(capsys, model, monkeypatch):
 def test_without_matplotlib_the_plot_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="matplotlib is not installed"):
-        _plan_report.draw({}, tmp_path / "plan.png")
+        planner.report.draw({}, tmp_path / "plan.png")
 
 
 @pytest.mark.parametrize("name", plan.MODELS)
@@ -300,7 +290,7 @@ def test_built_in_models_have_the_parameters_of_their_names(name):
 
 def test_a_step_of_an_8b_model_by_its_parameters():
     """6·N·T without attention, to a few percent: the embedding is looked up, not multiplied."""
-    flops = _plan_measure.model_flops(
+    flops = planner.measure.model_flops(
         plan.MODELS["llama3-8b"], plan.Sizes(rows=64, length=512, prompt=1)
     )
     assert flops["train"] == pytest.approx(6 * 7.5e9 * 64 * 512, rel=0.03)
@@ -315,10 +305,12 @@ def test_a_step_of_an_8b_model_by_its_parameters():
     ],
 )
 def test_what_does_not_fit_says_what_it_needs(told):
-    found = _plan_measure.refusal(jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: E1000: {told}"))
+    found = planner.measure.refusal(
+        jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: E1000: {told}")
+    )
     assert found["needs"] == int(23.47 * 2**30) and found["of"] == int(15.75 * 2**30)
     assert found["failed"].startswith("RESOURCE_EXHAUSTED")
-    assert "needs" not in _plan_measure.refusal(RuntimeError("something else\nlong"))
+    assert "needs" not in planner.measure.refusal(RuntimeError("something else\nlong"))
 
 
 # time
@@ -370,21 +362,21 @@ ENTRY %main (x: f32[1024,4]) -> f32[1024,16] {
     received = 3 * 1024 * 4 * 4
     one_axis = hlo.parse(text.replace("GROUPS", "[4,4]<=[16]"))
     both = hlo.parse(text.replace("GROUPS", "{{0,1,4,5},{2,3,6,7},{8,9,12,13},{10,11,14,15}}"))
-    cost = _plan_costs.count(one_axis)
+    cost = hlo.costs.count(one_axis)
     assert cost.bytes == 5 * 1024 * 4 * 4
-    clocks = _plan_measure.clocks(one_axis, cost, chip, mesh)
+    clocks = planner.measure.clocks(one_axis, cost, chip, mesh)
     assert clocks.ici == pytest.approx(received / 100e9)
     assert clocks.memory == pytest.approx(cost.bytes / 819e9)
     assert clocks.network == clocks.arithmetic == 0
-    assert _plan_measure.clocks(both, cost, chip, mesh).ici == pytest.approx(received / 200e9)
+    assert planner.measure.clocks(both, cost, chip, mesh).ici == pytest.approx(received / 200e9)
     # what another slice sends comes through the host's runtime
     apart = hlo.parse(BETWEEN)
-    found = _plan_measure.clocks(apart, _plan_costs.count(apart), chip, mesh)
+    found = planner.measure.clocks(apart, hlo.costs.count(apart), chip, mesh)
     assert found.ici == 0
     assert found.network == pytest.approx(1024 * 4 * 4 / (25e9 / 8))
     assert found.bound_by == "network"
     # v4's is not documented: no clock rather than none of the time
-    unknown = _plan_measure.clocks(apart, _plan_costs.count(apart), hardware.CHIPS["v4"], mesh)
+    unknown = planner.measure.clocks(apart, hlo.costs.count(apart), hardware.CHIPS["v4"], mesh)
     assert unknown.network is None
     assert unknown.longest == unknown.together == unknown.memory
 
@@ -393,7 +385,7 @@ def test_between_slices_is_an_axis_of_the_mesh():
     mesh = type("Mesh", (), {})()
     mesh.axis_names, mesh.shape = ("data", "fsdp"), {"data": 2, "fsdp": 4}
     mesh.devices = np.array([[Chip((i, 0, 0), slice) for i in range(4)] for slice in range(2)])
-    (found,) = _plan_measure.exchanges(hlo.parse(BETWEEN), mesh)
+    (found,) = planner.measure.exchanges(hlo.parse(BETWEEN), mesh)
     assert (found["kind"], found["axes"], found["runs"]) == ("all-reduce", ["data"], 1)
     assert found["received"] == 1024 * 4 * 4
 
@@ -407,11 +399,11 @@ def test_a_loop_whose_trips_are_not_known_is_told():
 
     compiled = jax.jit(run).lower(jax.ShapeDtypeStruct((8, 8), np.float32)).compile()
     mesh = sharding.make_mesh(sharding.LAYOUTS["dp"], jax.devices()[:1])
-    found, module = _plan_measure.program_figures(compiled, mesh, None)
+    found, module = planner.measure.program_figures(compiled, mesh, None)
     (name,) = found["open loops"]
     assert name == hlo.outer_loop(module).name
     made = {"remarks": [], "programs": {"train": found}}
-    assert any(name in line and "once" in line for line in _plan_report._remarks(made))
+    assert any(name in line and "once" in line for line in planner.report._remarks(made))
 
 
 def test_half_a_chip_is_a_device_of_v4():
@@ -434,10 +426,10 @@ def test_generation_fits_beside_the_state_if_all_of_it_does(monkeypatch, failed,
     def trained(*_):
         return {"figures": {}, "held": {}, "state": 10 * 2**30}
 
-    monkeypatch.setattr(_plan_make, "_generation", generated)
-    monkeypatch.setattr(_plan_make, "_train", trained)
-    monkeypatch.setattr(_plan_make, "devices_of", lambda *_: jax.devices()[:8])
-    monkeypatch.setattr(_plan_make, "known_of", lambda *_: hardware.CHIPS["v5e"])
+    monkeypatch.setattr(planner.make, "_generation", generated)
+    monkeypatch.setattr(planner.make, "_train", trained)
+    monkeypatch.setattr(planner.make, "devices_of", lambda *_: jax.devices()[:8])
+    monkeypatch.setattr(planner.make, "known_of", lambda *_: hardware.CHIPS["v5e"])
     request = dataclasses.replace(REQUEST, topology="v5e:2x4")
     made = plan.make(dataclasses.replace(request, programs=("train", "prefill", "round")))
     assert made["fits beside the state"] is fits
@@ -451,7 +443,7 @@ def test_the_search_leaves_out_what_cannot_work():
         REQUEST, sizes=dataclasses.replace(SIZES, micro_batches=1), topology="v5e:2x4"
     )
     chip = dataclasses.replace(hardware.CHIPS["v5e"], granted=4 * 2**20)
-    found, left_out = _plan_search.candidates(
+    found, left_out = planner.search.candidates(
         base, jax.devices()[:8], chip, micro=(1, 2, 4), remat=("full",)
     )
     ways = {(one.request.layout.name, one.request.sizes.micro_batches) for one in found}
@@ -463,7 +455,7 @@ def test_the_search_leaves_out_what_cannot_work():
     assert len(found) > 2
     assert [one.rough for one in found] == sorted(one.rough for one in found)
     tight = dataclasses.replace(chip, granted=2**18)
-    found, left_out = _plan_search.candidates(
+    found, left_out = planner.search.candidates(
         base, jax.devices()[:8], tight, micro=(1,), remat=("full",)
     )
     assert found == [] and any("needs at least" in why for _, why in left_out)
@@ -471,7 +463,7 @@ def test_the_search_leaves_out_what_cannot_work():
 
 def candidates(base, **choices):
     devices, chip = jax.devices()[:8], hardware.CHIPS["v5e"]
-    found, left_out = _plan_search.candidates(base, devices, chip, micro=(1,), **choices)
+    found, left_out = planner.search.candidates(base, devices, chip, micro=(1,), **choices)
     return {f"{one.request.layout.name} {one.request.remat}": one for one in found}, left_out
 
 
@@ -489,10 +481,10 @@ def test_what_the_search_needs_at_least_is_a_lower_bound():
 
 def test_least_exchange_where_weights_are_copied_and_where_tokens_are_split():
     def least(name):
-        placed = _plan_programs.place_train(
+        placed = planner.programs.place_train(
             CONFIG, sharding.LAYOUTS[name], jax.devices()[:8], dataclasses.replace(SIZES, rows=32)
         )
-        return _plan_measure.least_exchange(placed)
+        return planner.measure.least_exchange(placed)
 
     count, looked_up = weights(CONFIG), HEAD
     # hsdp: 3 of 4 parts come from the slice, and the own part's sum with the other slice
@@ -546,19 +538,19 @@ def test_the_search_ranks_what_fits_by_its_estimate(monkeypatch):
 
     known = {name: sharding.LAYOUTS[name] for name in seconds}
     monkeypatch.setattr(sharding, "LAYOUTS", known)
-    monkeypatch.setattr(_plan_search, "make", made)
-    monkeypatch.setattr(_plan_search, "devices_of", lambda *_: jax.devices()[:8])
-    monkeypatch.setattr(_plan_search, "known_of", lambda *_: hardware.CHIPS["v5e"])
+    monkeypatch.setattr(planner.search, "make", made)
+    monkeypatch.setattr(planner.search, "devices_of", lambda *_: jax.devices()[:8])
+    monkeypatch.setattr(planner.search, "known_of", lambda *_: hardware.CHIPS["v5e"])
     told = []
     options = dict(micro=(1,), remat=("full",), tell=told.append)
-    found = _plan_search.ranked(dataclasses.replace(REQUEST, topology="v5e:2x4"), **options)
+    found = planner.search.ranked(dataclasses.replace(REQUEST, topology="v5e:2x4"), **options)
     names = [one["told"].split(",")[0] for one in found["ranked"]]
     assert names == ["fsdp", "fsdp_tensor tensor 2", "fsdp_tensor tensor 4"]
     assert [one["told"].split(",")[0] for one in found["misfits"]] == ["dp"]
-    assert "1. fsdp" in _plan_search.table(found)
-    assert "Does not fit: dp" in _plan_search.table(found)
+    assert "1. fsdp" in planner.search.table(found)
+    assert "Does not fit: dp" in planner.search.table(found)
     assert told
-    few = _plan_search.ranked(dataclasses.replace(REQUEST, topology="v5e:2x4"), **options, most=1)
+    few = planner.search.ranked(dataclasses.replace(REQUEST, topology="v5e:2x4"), **options, most=1)
     assert len(few["waiting"]) == 3
 
 
@@ -604,4 +596,4 @@ def test_the_tpu_compiler_agrees():
     weights_read = made["held"]["round"]["parameters"]
     assert weights_read * 0.8 < token["bytes"]
     assert made["generation beside the state"] > made["state"]
-    assert "by formula" in _plan_report.text(made)
+    assert "by formula" in planner.report.text(made)

@@ -18,7 +18,7 @@ import optax
 import rlhf_jax as rl
 import sharding
 from rlhf_jax.models.explicit import rows_of
-from sharding._benchmark_placement import DisagreementError, misplaced
+from sharding.benchmarking.placement import DisagreementError, misplaced
 
 __all__ = ["Outcome", "Placed", "Programs", "Sizes", "compile_all", "place"]
 

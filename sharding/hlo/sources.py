@@ -6,7 +6,7 @@ tuples, loops, fusions of those) to a parameter of the program; arithmetic ends 
 
 from __future__ import annotations
 
-from typing import Any
+from sharding.hlo.text import Instruction, Module
 
 __all__ = ["sources"]
 
@@ -19,7 +19,7 @@ MOVES = {  # operations that hand data on without arithmetic
 }
 
 
-def _operand_paths(instruction: Any, path: tuple[int, ...]) -> list[tuple[str, tuple]]:
+def _operand_paths(instruction: Instruction, path: tuple[int, ...]) -> list[tuple[str, tuple]]:
     """Operands that this part of an instruction's result is made of, when it only moves data."""
     if instruction.opcode == "tuple":
         picked = instruction.operands[path[0] : path[0] + 1] if path else instruction.operands
@@ -34,7 +34,7 @@ def _operand_paths(instruction: Any, path: tuple[int, ...]) -> list[tuple[str, t
     return []
 
 
-def _handed_in(caller: Any, role: str, index: int, number: int) -> str | None:
+def _handed_in(caller: Instruction, role: str, index: int, number: int) -> str | None:
     """The caller's operand that is parameter `number` of the computation that it calls."""
     if caller.opcode == "while":
         return caller.operands[0]
@@ -43,7 +43,7 @@ def _handed_in(caller: Any, role: str, index: int, number: int) -> str | None:
     return caller.operands[number] if number < len(caller.operands) else None
 
 
-def sources(module: Any, computation: str, name: str) -> tuple[str, ...]:
+def sources(module: Module, computation: str, name: str) -> tuple[str, ...]:
     """The program's parameters of which this value is a moved (part of a) copy."""
     found, seen = set(), set()
     todo: list[tuple[str, str, tuple[int, ...]]] = [(computation, name, ())]

@@ -10,7 +10,9 @@ import operator
 import re
 from typing import Any
 
-__all__ = ["trips"]
+from sharding.hlo.text import Instruction, Module, arrays, instructions, size
+
+__all__ = ["open_loops", "outer_loop", "trips"]
 
 _NOTED = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SAME = ("bitcast", "convert", "copy", "copy-start", "copy-done", "reshape", "opt-barrier")
@@ -20,7 +22,7 @@ _BINARY = {"add": operator.add, "subtract": operator.sub, "multiply": operator.m
 class _Scalars:
     """Values of scalars inside one computation, with what its caller knows of its parameters."""
 
-    def __init__(self, module: Any, computation: str, given: dict[Any, int]):
+    def __init__(self, module: Module, computation: str, given: dict[Any, int]):
         self.module, self.name = module, computation
         self.inside = module.computations[computation].instructions
         self.given = given  # parameter number, or (parameter number, element) → value
@@ -45,7 +47,7 @@ class _Scalars:
         a, b = (self.value(operand, depth + 1) for operand in one.operands)
         return None if a is None or b is None else _BINARY[one.opcode](a, b)
 
-    def _inside(self, fusion: Any, element: int | None, depth: int) -> int | None:
+    def _inside(self, fusion: Instruction, element: int | None, depth: int) -> int | None:
         """What a fusion gives, or one element of it."""
         called = fusion.called["calls"][0]
         given = {
@@ -81,7 +83,7 @@ class _Scalars:
         return int(one.attribute("index")) if of is not None and of.opcode == "parameter" else None
 
 
-def _bound(module: Any, condition: str) -> tuple[int, int] | None:
+def _bound(module: Module, condition: str) -> tuple[int, int] | None:
     """Which element counts, and below which number the loop goes on."""
     scalars = _Scalars(module, condition, {})
     root = scalars.inside[module.computations[condition].root]
@@ -111,11 +113,11 @@ def _bound(module: Any, condition: str) -> tuple[int, int] | None:
     return counter, limit
 
 
-def trips(module: Any, loop: Any) -> int | None:
+def trips(module: Module, loop: Instruction) -> int | None:
     """A while loop's trip count, if it is fixed.
 
     Args:
-      module: :class:`sharding.hlo.Module`.
+      module: from :func:`sharding.hlo.parse`.
       loop: its ``while`` instruction.
 
     Returns:
@@ -139,3 +141,24 @@ def trips(module: Any, loop: Any) -> int | None:
     if step <= 0:
         return None
     return max(0, -(-(limit - begin) // step))
+
+
+def open_loops(module: Module, computation: str) -> list[Instruction]:
+    """The while loops under a computation whose trip count is not known."""
+    return [
+        instruction
+        for _, instruction in instructions(module, computation)
+        if instruction.opcode == "while" and trips(module, instruction) is None
+    ]
+
+
+def outer_loop(module: Module) -> Instruction:
+    """The while loop whose trip count only the run decides: a decode loop that may end early."""
+    found = open_loops(module, module.entry)
+    inside = {
+        instruction.name for loop in found for _, instruction in instructions(module, loop.body)
+    }
+    outer = [loop for loop in found if loop.name not in inside]
+    if not outer:
+        raise ValueError("the program has no while loop without a known trip count")
+    return max(outer, key=lambda loop: sum(size(*array) for array in arrays(loop.shape)))

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from sharding.hlo.text import Instruction, Module
 
 __all__ = ["roles"]
 
@@ -17,7 +18,7 @@ _SAME = ("bitcast", "convert", "copy", "copy-start", "copy-done", "reshape", "tr
 _RING = re.compile(r"windowed_dot_general_body_(ag|rs)")
 
 
-def _origin(module: Any, where: str, name: str) -> tuple[str, Any]:
+def _origin(module: Module, where: str, name: str) -> tuple[str, Instruction | None]:
     """The instruction that makes a value, inside fusions too."""
     for _ in range(40):
         inside = module.computations[where].instructions
@@ -43,7 +44,7 @@ def _origin(module: Any, where: str, name: str) -> tuple[str, Any]:
     return where, None
 
 
-def _own_part(module: Any, where: str, name: str) -> bool:
+def _own_part(module: Module, where: str, name: str) -> bool:
     """Whether a value is a constant with one part written over."""
     inner, one = _origin(module, where, name)
     if one is None or one.opcode != "dynamic-update-slice":
@@ -61,7 +62,7 @@ def _own_part(module: Any, where: str, name: str) -> bool:
     )
 
 
-def _sliced(module: Any, where: str, name: str, depth: int = 0) -> bool:
+def _sliced(module: Module, where: str, name: str, depth: int = 0) -> bool:
     """Whether of a value only dynamic slices are used."""
     used = False
     for one in module.computations[where].instructions.values():
@@ -85,7 +86,7 @@ def _sliced(module: Any, where: str, name: str, depth: int = 0) -> bool:
     return used
 
 
-def roles(module: Any, where: str, one: Any) -> list[str]:
+def roles(module: Module, where: str, one: Instruction) -> list[str]:
     """What each operand of a collective goes through in truth; empty where it is what it says.
 
     Args:

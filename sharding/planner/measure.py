@@ -15,10 +15,11 @@ import jax
 import numpy as np
 
 import rlhf_jax as rl
-from sharding import _plan_costs, hlo
-from sharding import _plan_programs as programs
-from sharding._plan_groups import axes_of, groups_of
+from sharding import hlo
 from sharding.hardware import Chip, Clocks
+from sharding.hlo import costs
+from sharding.hlo.groups import axes_of, groups_of
+from sharding.planner import programs
 
 __all__ = [
     "cache_figures",
@@ -132,7 +133,7 @@ def _spread(text: str, devices: list[Any], count: int) -> int:
 
 def clocks(
     module: hlo.Module,
-    cost: _plan_costs.Cost,
+    cost: costs.Cost,
     chip: Chip,
     mesh: Any,
     computation: str | None = None,
@@ -183,7 +184,7 @@ def program_figures(
     """
     module = hlo.parse(compiled.as_text())
     where = module.entry if pick is None else pick(module)
-    cost = _plan_costs.count(module, where, **options)
+    cost = costs.count(module, where, **options)
     found: dict[str, Any] = {
         "memory": memory(compiled, named=chip is not None),
         "flops": cost.flops,
@@ -319,7 +320,7 @@ def cache_figures(cache: Any, module: hlo.Module, loop: hlo.Instruction) -> dict
         wanted=lambda one: (
             one.opcode in ("copy", "transpose")
             and hlo.arrays(one.shape)[0][1] in dims
-            and sum(_plan_costs.stored(one.shape)) > 0
+            and sum(costs.stored(one.shape)) > 0
         ),
     )
     return {

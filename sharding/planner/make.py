@@ -17,12 +17,11 @@ import jax
 
 import rlhf_jax as rl
 import sharding
-from sharding import _plan_measure as measure
-from sharding import _plan_programs as programs
 from sharding import hlo
-from sharding._benchmark_report import write_json
-from sharding._plan_targets import devices_of, known_of
+from sharding._command import write_json
 from sharding.hardware import Chip
+from sharding.planner import measure, programs
+from sharding.planner.targets import devices_of, known_of
 
 __all__ = ["HOST_TRAFFIC", "PROGRAMS", "Request", "make", "placed_train"]
 
@@ -54,7 +53,7 @@ class Request:
     Args:
       name: what the model is called in the output.
       config: the model.
-      topology, slices: the target, as :func:`sharding._plan_targets.devices_of` takes them.
+      topology, slices: the target, as :func:`sharding.planner.targets.devices_of` takes them.
       layout: how to lay it out.
       sizes: rows and lengths.
       remat: as for ``Decoder``.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["plot", "require_matplotlib", "spread", "table", "write_json"]
+from sharding._command import canvas
+
+__all__ = ["plot", "spread", "table"]
 
 MIB = 2**20
 REHEARSAL = (
@@ -70,28 +71,6 @@ def _mib(count: int | None) -> str:
     return "?" if count is None else f"{count / MIB:,.1f}"
 
 
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write the record, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def require_matplotlib() -> Any:
-    """Matplotlib's figure.
-
-    Raises:
-      ImportError: it is not installed; the message says how to get it.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "--plot needs matplotlib: pip install 'rlhf-jax[experiments]', or leave --plot out"
-        ) from None
-    return Figure
-
-
 def plot(path: Path, record: Mapping[str, Any]) -> None:
     """Draw times with their quartiles, and the memory of a device.
 
@@ -100,9 +79,9 @@ def plot(path: Path, record: Mapping[str, Any]) -> None:
       record: what the JSON file holds.
 
     Raises:
-      ImportError: matplotlib is missing.
+      ValueError: matplotlib is missing, or cannot write such a file.
     """
-    figure = require_matplotlib()(figsize=(13, 4), dpi=150, layout="constrained")
+    figure = canvas(path, size=(13, 4))
     results = record["layouts"]
     names = [one["name"] for one in results]
     axes = figure.subplots(1, 3)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["canvas", "draw", "markdown", "sized", "text"]
+from sharding._command import canvas
+
+__all__ = ["draw", "markdown", "sized", "text"]
 
 GIB, MIB = 2**30, 2**20
 CLOCKS = ("arithmetic", "memory", "ici", "network")
@@ -154,30 +156,11 @@ def text(plan: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def canvas(file: Path) -> Any:
-    """An empty figure for this file.
-
-    Raises:
-      ValueError: matplotlib is not installed, or cannot write such a file.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "--plot: matplotlib is not installed; pip install '.[experiments]', or leave --plot out"
-        ) from error
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    known = sorted(figure.canvas.get_supported_filetypes())
-    if file.suffix.removeprefix(".").lower() not in known:
-        raise ValueError(f"--plot: {file} has none of the known endings: {', '.join(known)}")
-    return figure
-
-
 def draw(plan: dict[str, Any], file: Path) -> None:
     """Memory and clocks of every program as bars.
 
     Raises:
-      ValueError: as :func:`canvas`.
+      ValueError: matplotlib is not installed, or cannot write such a file.
     """
     figure = canvas(file)
     left, right = figure.subplots(1, 2)
@@ -212,5 +195,4 @@ def draw(plan: dict[str, Any], file: Path) -> None:
         right.legend()
     right.set_ylabel("ms, by the roofline" if plan["chip"] else "ms: not known of host devices")
     figure.suptitle(f"{plan['model']} on {plan['topology']}, {plan['layout']}: {plan['mesh']}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    figure.savefig(file)

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import sharding
-from sharding import _plan_measure as measure
-from sharding import _plan_programs as programs
-from sharding._plan_make import HOST_TRAFFIC, Request, make, placed_train
-from sharding._plan_report import markdown, sized
-from sharding._plan_targets import devices_of, known_of
 from sharding.hardware import Chip
+from sharding.planner import measure, programs
+from sharding.planner.make import HOST_TRAFFIC, Request, make, placed_train
+from sharding.planner.report import markdown, sized
+from sharding.planner.targets import devices_of, known_of
 
 __all__ = ["Candidate", "candidates", "ranked", "table"]
 
@@ -156,7 +155,7 @@ def ranked(
 
     Args:
       base: a request; see :func:`candidates`.
-      cache: as for :func:`sharding._plan_make.make`.
+      cache: as for :func:`sharding.planner.make.make`.
       most: how many to compile.
       minutes: begin no other program after so long.
       tell: is told of the progress.

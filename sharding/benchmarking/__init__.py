@@ -1,0 +1,1 @@
+"""The parts of ``python -m sharding.benchmark``: what it runs, checks and tells."""
